@@ -1,0 +1,36 @@
+"""A small GPT in JAX whose tied embedding is a first-class object. See README.md for the three ways to use it.
+
+Names are imported on first use, so that `import minigpt_jax` and `minigpt --help` do not wait for jax.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "config": "Config DataConfig InputError InputTypeError ModelConfig Sampling TrainConfig load_config save_config",
+    "model": "MiniGPT",
+    "functional": "embed forward init trunk unembed",
+    "losses": "cross_entropy_from_logits loss",
+    "data": "Batch load_dataset",
+    "optimizer": "decay_mask learning_rate make_optimizer",
+    "train": "TrainState init_state make_train_step train",
+    "generate": "filter_logits generate",
+    "inspect": "TiedGradient param_table tied_gradient",
+    "checkpoint": "Run open_run",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'minigpt_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

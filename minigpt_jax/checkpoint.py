@@ -1,0 +1,184 @@
+"""Run directories: everything that a trained model needs, in one folder that can be moved.
+
+    config.yaml      every option, so that later defaults do not matter
+    tokenizer.json   the vocabulary; ids mean nothing without it
+    metrics.jsonl    a JSON object for each step and evaluation
+    loss.png         the same as a picture
+    checkpoints/N/   orbax, after N updates: params, opt_state, meta (step, config, tokenizer and data hashes)
+
+orbax writes a checkpoint under a temporary name and renames it, so a killed save leaves the one before in place.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from .config import Config, InputError, load_config, require, save_config
+from .data import load_tokenizer, save_tokenizer
+from .functional import abstract_params
+from .optimizer import leaf_paths
+from .train import TrainState, abstract_state
+
+# orbax and absl log each save at length; what matters reaches the user as errors.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file in one step: a kill leaves the old content or the new, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def tree_differences(expected, stored, limit: int = 5) -> list[str]:
+    """What keeps `stored` from being used as `expected`, a phrase for each leaf: missing, unknown, or both shapes."""
+    want, have = leaf_paths(expected), leaf_paths(stored)
+    lines = [f"{path} is missing" for path in want if path not in have]
+    lines += [f"{path} is unknown" for path in have if path not in want]
+    for path in want.keys() & have.keys():
+        a, b = want[path], have[path]
+        if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
+            lines.append(f"{path} is {b.dtype}{list(b.shape)} in the checkpoint, {a.dtype}{list(a.shape)} by the config")
+    lines.sort()
+    return lines[:limit] + ([f"and {len(lines) - limit} more"] if len(lines) > limit else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory. `open_run` reads one, `create_run` makes one."""
+
+    path: Path
+    config: Config
+    tokenizer: object
+
+    @contextlib.contextmanager
+    def _manager(self):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self.config.train.keep_checkpoints, enable_async_checkpointing=False
+        )
+        with ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options) as manager:
+            yield manager
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, oldest first."""
+        folder = self.path / "checkpoints"
+        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+    def save(self, state: TrainState, data_sha256: str) -> None:
+        """Write a checkpoint of `state` unless its step has one; older ones beyond `keep_checkpoints` go."""
+        step = int(state.step)
+        if step in self.steps():
+            return
+        meta = {
+            "step": step,
+            "config": dataclasses.asdict(self.config),
+            "tokenizer": self.tokenizer.fingerprint,
+            "data_sha256": data_sha256,
+            "jax": jax.__version__,
+        }
+        with self._manager() as manager:
+            manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    opt_state=ocp.args.StandardSave(state.opt_state),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+            )
+
+    def _restore(self, step: int, **abstract):
+        """The named items of one checkpoint, and its meta; `InputError` where they do not fit the config."""
+        with self._manager() as manager:
+            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            stored = manager.item_metadata(step)
+            differences = tree_differences(abstract["params"], stored["params"].tree)
+            require(
+                not differences,
+                f"{self.path}/checkpoints/{step} does not match {self.path}/config.yaml: {'; '.join(differences)}",
+            )
+            require(
+                meta["tokenizer"] == self.tokenizer.fingerprint,
+                f"{self.path}/tokenizer.json is not the one that checkpoint {step} was trained with; put that one back",
+            )
+            args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+            return manager.restore(step, args=ocp.args.Composite(**args)), meta
+
+    def _newest(self, **abstract):
+        """As `_restore`, for the newest checkpoint that can be read; says on stderr which ones can't."""
+        for step in reversed(self.steps()):
+            try:
+                return self._restore(step, **abstract)
+            except InputError:
+                raise
+            except Exception as error:  # orbax and tensorstore raise many types for a damaged file
+                reason = str(error).split("\n")[0][:100]
+                print(f"{self.path}/checkpoints/{step} can't be read ({reason}); trying the one before", file=sys.stderr)
+        raise InputError(f"{self.path} has no readable checkpoint; train it first: minigpt train CONFIG")
+
+    def load_params(self) -> tuple[dict, int]:
+        """Parameters of the newest readable checkpoint, and its step."""
+        restored, meta = self._newest(params=abstract_params(self.config.model))
+        return restored.params, meta["step"]
+
+    def load_state(self, data_sha256: str) -> TrainState:
+        """The whole training state, to go on from. Refuses to go on with other data."""
+        abstract = abstract_state(self.config)
+        restored, meta = self._newest(params=abstract.params, opt_state=abstract.opt_state)
+        require(
+            meta["data_sha256"] == data_sha256,
+            f"{self.path} was trained on other text (sha256 {meta['data_sha256'][:12]}..., now {data_sha256[:12]}...); "
+            "resume with the same data, or start a new run directory",
+        )
+        step = jax.numpy.asarray(meta["step"], abstract.step.dtype)
+        return TrainState(step, restored.params, restored.opt_state)
+
+    def start(self, step: int) -> None:
+        """Go on from `step`: save the config, and drop the records after it (and a line that a kill cut short)."""
+        save_config(self.config, self.path / "config.yaml")
+        path = self.path / "metrics.jsonl"
+        if path.is_file():
+            kept = [record for record in self.metrics() if record["step"] <= step]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def metrics(self) -> list[dict]:
+        """The records of `metrics.jsonl`."""
+        path, records = self.path / "metrics.jsonl", []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return records
+
+
+def create_run(path: str | Path, config: Config, tokenizer) -> Run:
+    """Make the directory, with config and tokenizer. Refuses one that holds a run: nothing is overwritten."""
+    path = Path(path)
+    require(
+        not (path / "config.yaml").exists(),
+        f"{path} already holds a run; go on with it by --resume, or choose another --run-dir",
+    )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_tokenizer(tokenizer, path / "tokenizer.json")
+        save_config(config, path / "config.yaml")  # last: with it the directory counts as a run
+    except OSError as error:
+        raise InputError(f"can't write the run directory {path}: {error.strerror}") from None
+    return Run(path, config, tokenizer)
+
+
+def open_run(path: str | Path) -> Run:
+    """Read config and tokenizer of a run directory."""
+    path = Path(path)
+    require(
+        (path / "config.yaml").is_file(),
+        f"{path} is not a run directory (it has no config.yaml); make one: minigpt train CONFIG --run-dir {path}",
+    )
+    return Run(path, load_config(path / "config.yaml"), load_tokenizer(path / "tokenizer.json"))

@@ -1,0 +1,174 @@
+"""The command line: arguments to calls, nothing else. jax is imported inside the commands, so `--help` is instant."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from .config import Config, DataConfig, InputError, ModelConfig, Sampling, TrainConfig, load_config, require
+
+PROG = "minigpt"
+Flat = tyro.conf.arg(name="")
+Positional = tyro.conf.Positional
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Where the parameters of a config are: paths, shapes, totals, what tying saves, FLOPs, cache."""
+
+    config: Positional[Path]
+    """A YAML config, such as configs/gpt2.yaml, or a run directory."""
+    model: ModelConfig
+    all: bool = False
+    """Print every leaf of every block; by default deep models are folded."""
+
+    def run(self) -> None:
+        from .inspect import param_table
+
+        print(param_table(self.model).render(every_leaf=self.all))
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a model on Shakespeare, the verb grammar, or your own text.
+
+    Ctrl-C saves; `minigpt train RUN` goes on. Every option of the config can be overridden here.
+    """
+
+    config: Positional[Path]
+    """A YAML config, such as configs/minigpt.yaml; or a run directory, to go on with it."""
+    options: Annotated[Config, Flat]
+    text: Path | None = None
+    """Train on this UTF-8 text file instead of the config's corpus."""
+    run_dir: Path | None = None
+    """Where to keep the run; default: runs/NAME of the config, numbered if taken."""
+
+    def run(self) -> None:
+        from .runs import train_run
+
+        train_run(self.options, self.config, self.text, self.run_dir)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Loss, bits per character and perplexity of a run on all of its held-out text."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+    text: Path | None = None
+    """Evaluate on all of this UTF-8 text file instead."""
+
+    def run(self) -> None:
+        from .runs import eval_run
+
+        eval_run(self.run_dir, self.text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Text written by a run."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+    prompt: str | None = None
+    """What the text begins with; default: a new line, or the tokenizer's begin token."""
+    tokens: int = 400
+    """How many tokens to write."""
+    sampling: Annotated[Sampling, Flat] = Sampling(temperature=0.8, top_p=0.95)  # noqa: RUF009  (frozen)
+    seed: int = 0
+    """Same seed, same text."""
+    window: int | None = None
+    """How far back attention looks; default: the training length. 0: no limit."""
+
+    def run(self) -> None:
+        from .runs import sample_run
+
+        sample_run(self.run_dir, self.prompt, self.tokens, self.sampling, self.seed, self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grads:
+    """The gradient of the tied table on a batch of held-out text, split into its lookup and head parts."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+
+    def run(self) -> None:
+        from .runs import grads_run
+
+        grads_run(self.run_dir)
+
+
+COMMANDS = {"train": Train, "eval": Eval, "sample": Sample, "params": Params, "grads": Grads}
+
+
+def _config_named_in(arguments: list[str]) -> tuple[Path, Config]:
+    """The config file or run directory among the arguments: its values are the defaults of all options."""
+    for argument in arguments:
+        path = Path(argument)
+        if not argument.startswith("-") and (path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()):
+            return path, load_config(path / "config.yaml" if path.is_dir() else path)
+    return tyro.MISSING, Config()
+
+
+def _parse(arguments: list[str]):
+    path, config = _config_named_in(arguments[1:]) if arguments[:1] in (["train"], ["params"]) else (tyro.MISSING, None)
+    defaults = {
+        "train": lambda: Train(path, config),
+        "params": lambda: Params(path, config.model),
+    }
+    union = None
+    for name, cls in COMMANDS.items():
+        default = defaults[name]() if name in defaults and config is not None else tyro.MISSING_NONPROP
+        member = Annotated[cls, tyro.conf.subcommand(name, default=default)]
+        union = member if union is None else union | member
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                union,
+                prog=PROG,
+                args=arguments,
+                description="A small GPT in JAX with one tied embedding: train it, run it, look inside.",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise InputError(_one_line(complaint.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """tyro's boxed message as one line: what was wrong, the nearest names, where to read more."""
+    lines = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
+    text = re.sub(r"Error parsing \S+: ", "", " ".join(line for line in lines if line))
+    text = re.sub(r"\s*─{3,}\s*", "; ", text)
+    return re.sub(r"\s+", " ", text).strip() or "the arguments could not be understood; see minigpt --help"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; 0 when done, 2 with one line on stderr for wrong input, 130 for a second Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):  # a console that can't show a character must not end a run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        command = _parse(arguments or ["--help"])
+        command.run()
+    except InputError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `minigpt params ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

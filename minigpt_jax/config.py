@@ -1,0 +1,343 @@
+"""Configurations: frozen, hashable dataclasses, checked when they are made, saved and loaded as YAML.
+
+Letters used for axes in the whole package (array names end in them, as in ``x_BxTxD``):
+
+    B batch    T time (positions)    V vocabulary    D d_model (residual stream)
+    H query heads    G key/value heads    K width of one head    F width of the feed-forward layer
+    L layers    S length of a key/value cache    N = B * T flattened positions
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class InputError(ValueError):
+    """Something that the user gave is wrong. The message is one line: what was given, what is allowed, what to do."""
+
+
+class InputTypeError(InputError, TypeError):
+    """As `InputError`, where the type is what is wrong (float token ids, say)."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """`` (did you mean 'x'?)``, or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _checked_value(owner: str, name: str, value: Any, hint: Any) -> Any:
+    """`value` as the field's type; YAML reads 1e-3 as a string, so a float field also takes a numeric string."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        allowed = typing.get_args(hint)
+        require(
+            value in allowed,
+            f"{owner}.{name} is {value!r}; allowed: {', '.join(map(str, allowed))}{nearest(str(value), allowed)}",
+        )
+        return value
+    if hint is float and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except (TypeError, ValueError):
+            pass
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise InputTypeError(f"{owner}.{name} is {value!r} ({type(value).__name__}); give a {hint.__name__}")
+    require(hint is not float or math.isfinite(value), f"{owner}.{name} is {value}; give a finite number")
+    return value
+
+
+class _Checked:
+    """Checks every field's type and literal choices at construction; `check` then holds what needs two fields."""
+
+    def __post_init__(self):
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _checked_value(type(self).__name__, field.name, getattr(self, field.name), hints[field.name])
+            object.__setattr__(self, field.name, value)
+        self.check()
+
+    def check(self) -> None: ...
+
+    def _at_least(self, low: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(
+                value is None or value >= low, f"{type(self).__name__}.{name} is {value}; it must be at least {low}"
+            )
+
+    def _within(self, low: float, high: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(low <= value < high, f"{type(self).__name__}.{name} is {value}; it must be in [{low}, {high})")
+
+
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_Checked):
+    """The shape and kind of the model. The defaults are the course's Mini-GPT: 103,680 parameters."""
+
+    vocab_size: int = 64
+    """V: rows of the tied table. May exceed the tokenizer's vocabulary; rows without a token are never sampled."""
+    d_model: int = 64
+    """D: width of the residual stream."""
+    n_layers: int = 2
+    """L: number of blocks."""
+    n_heads: int = 4
+    """H: query heads; each is D / H wide."""
+    n_kv_heads: int | None = None
+    """G: key/value heads (grouped-query attention); default: as many as query heads."""
+    d_ff: int | None = None
+    """F: width of the feed-forward layer; default 4 D."""
+    context_len: int = 32
+    """Training length T. A wall for learned positions only; RoPE runs on beyond it."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """layernorm has scale and bias, rmsnorm only scale."""
+    norm_eps: float = 1e-5
+    """Added to the variance inside every norm."""
+    ffn: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    """gelu is the exact (erf) form, gelu_tanh GPT-2's approximation; swiglu and geglu are gated."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """Rotary embedding of queries and keys, a learned table added to the embedding, or nothing."""
+    rope_base: float = 10000.0
+    """Frequencies are rope_base ** (-2k / K)."""
+    rope_pairs: Literal["interleaved", "half"] = "interleaved"
+    """Pair (2k, 2k+1) as in the RoFormer paper, or (k, k + K/2) as in Llama's released weights."""
+    attention_bias: bool = False
+    """Biases on the query, key, value and output projections."""
+    ffn_bias: bool = True
+    """Biases on the feed-forward layer's projections."""
+    tied: bool = True
+    """One table for lookup and head. False gives a separate head of the same shape, for comparisons only."""
+    init_std: float = 0.02
+    """Standard deviation of every matrix at init, the table included."""
+    residual_init_scale: bool = True
+    """Projections that write to the residual stream start at init_std / sqrt(2 L), as in GPT-2."""
+    dropout: float = 0.0
+    """Rate on the embedding, the attention weights and both residual branches; active only where a key is given."""
+    dtype: DType = "float32"
+    """Compute type of the blocks. Softmax, norm statistics, logits and loss are float32 at least."""
+    param_dtype: DType = "float32"
+    """Storage type of the parameters."""
+    remat: bool = False
+    """Recompute each block in the backward pass: less memory, more time."""
+
+    def check(self) -> None:
+        self._at_least(1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "context_len")
+        require(
+            self.d_model % self.n_heads == 0,
+            f"ModelConfig.d_model is {self.d_model}; it must be a multiple of n_heads = {self.n_heads}",
+        )
+        require(
+            self.n_heads % self.kv_heads == 0,
+            f"ModelConfig.n_kv_heads is {self.n_kv_heads}; it must divide n_heads = {self.n_heads}",
+        )
+        require(
+            self.positions != "rope" or self.head_dim % 2 == 0,
+            f"ModelConfig.d_model / n_heads is {self.head_dim}; RoPE rotates pairs, so it must be even",
+        )
+        require(self.norm_eps > 0, f"ModelConfig.norm_eps is {self.norm_eps}; it must be above 0")
+        require(self.rope_base > 1, f"ModelConfig.rope_base is {self.rope_base}; it must be above 1")
+        self._at_least(0, "init_std")
+        self._within(0, 1, "dropout")
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """F."""
+        return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_Checked):
+    """What to train on, and how text becomes tokens."""
+
+    corpus: Literal["shakespeare", "verbs", "verbs_en", "text"] = "shakespeare"
+    """38 plays; the course's verb grammar (English with Spanish, or English alone); or a UTF-8 text file."""
+    path: str | None = None
+    """The text file, where corpus is text."""
+    tokenizer: Literal["char", "byte", "bpe", "word"] = "char"
+    """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, or the verb grammar's words."""
+    bpe_vocab: int = 512
+    """Vocabulary of the byte-pair encoding: 256 bytes and the merges."""
+    val_fraction: float = 0.1
+    """The tail of the text that is held out for evaluation."""
+
+    def check(self) -> None:
+        self._within(0, 1, "val_fraction")
+        self._at_least(256, "bpe_vocab")
+        verbs = self.corpus.startswith("verbs")
+        require(
+            (self.corpus == "text") == (self.path is not None),
+            f"DataConfig.corpus is {self.corpus!r} and path is {self.path!r}; a path goes with corpus 'text', and only there",
+        )
+        require(
+            verbs == (self.tokenizer == "word"),
+            f"DataConfig.tokenizer is {self.tokenizer!r} and corpus is {self.corpus!r}; 'word' goes with the verb corpora, and only there",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(_Checked):
+    """Optimizer, schedule and the trainer's rhythm. A step is one update of the parameters."""
+
+    steps: int = 2000
+    """Updates in all."""
+    batch_size: int = 32
+    """Windows of context_len tokens per update."""
+    accumulate: int = 1
+    """Micro-batches that one update is split into, to save memory; the result is the same."""
+    peak_lr: float = 3e-4
+    """Learning rate after warm-up."""
+    floor_lr: float = 3e-5
+    """Learning rate of the last update; a cosine leads there."""
+    warmup_steps: int = 100
+    """Update t <= warmup_steps has learning rate peak_lr * t / warmup_steps."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the matrices; biases and norm scales never decay."""
+    decay_embedding: bool = True
+    """Whether the token table (and an untied head) decays too."""
+    clip_norm: float | None = 1.0
+    """Clip the gradient to this global L2 norm; null for no clipping."""
+    seed: int = 0
+    """Decides init, data order and dropout, each through a key of its own."""
+    steps_per_call: int = 8
+    """Updates per compiled call; only speed depends on it."""
+    eval_every: int = 250
+    """Evaluate on part of the held-out text after every so many updates; 0: only at the end."""
+    eval_windows: int = 400
+    """Windows in such an evaluation, evenly spread. The final one takes all."""
+    checkpoint_every: int = 500
+    """Save after every so many updates; 0: only at the end or on Ctrl-C."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are deleted."""
+    sample_every: int = 0
+    """Print a sample after every so many updates; 0: never."""
+
+    def check(self) -> None:
+        self._at_least(1, "steps", "batch_size", "accumulate", "steps_per_call", "eval_windows", "keep_checkpoints")
+        self._at_least(0, "warmup_steps", "eval_every", "checkpoint_every", "sample_every", "weight_decay", "seed")
+        self._within(0, 1, "beta1", "beta2")
+        require(self.peak_lr > 0, f"TrainConfig.peak_lr is {self.peak_lr}; it must be above 0")
+        require(
+            0 <= self.floor_lr <= self.peak_lr,
+            f"TrainConfig.floor_lr is {self.floor_lr}; it must be in [0, peak_lr = {self.peak_lr}]",
+        )
+        require(self.adam_eps > 0, f"TrainConfig.adam_eps is {self.adam_eps}; it must be above 0")
+        require(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"TrainConfig.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping",
+        )
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"TrainConfig.batch_size is {self.batch_size}; it must be a multiple of accumulate = {self.accumulate}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling(_Checked):
+    """How the next token is drawn from the logits. Applied in this order: temperature, top-k, top-p, draw."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; k >= V keeps all. Ties go to the lower id."""
+    top_p: float | None = None
+    """Keep the smallest set of most likely tokens with probability mass >= top_p; 1 keeps all."""
+
+    def check(self) -> None:
+        self._at_least(0, "temperature")
+        self._at_least(1, "top_k")
+        require(
+            self.top_p is None or 0 <= self.top_p <= 1,
+            f"Sampling.top_p is {self.top_p}; it must be in [0, 1]",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_Checked):
+    """A whole run: what `configs/*.yaml` hold and what every run directory keeps as `config.yaml`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+
+def config_from_dict(tree: Any, source: str = "config") -> Config:
+    """Nested dict to `Config`. Unknown sections and keys are refused, with the nearest known name."""
+    sections = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+    parts = {}
+    for section, values in _mapping(tree, source).items():
+        require(
+            section in sections,
+            f"{source}: unknown section {section!r}; known: {', '.join(sections)}{nearest(str(section), sections)}",
+        )
+        cls = sections[section]
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in _mapping(values, f"{source}: section {section!r}"):
+            require(
+                key in known,
+                f"{source}: unknown key {section}.{key}{nearest(str(key), known)}; known: {', '.join(known)}",
+            )
+        try:
+            parts[section] = cls(**(values or {}))
+        except InputError as error:
+            raise type(error)(f"{source}: {error}") from None
+    return Config(**parts)
+
+
+def _mapping(value: Any, where: str) -> dict:
+    require(
+        value is None or isinstance(value, dict), f"{where} holds {type(value).__name__}; it must map names to values"
+    )
+    return value or {}
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a YAML file. Raises `InputError` with the file's name for everything that is wrong in it."""
+    path = Path(path)
+    require(path.is_file(), f"{path}: no such config file; try configs/minigpt.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return config_from_dict(tree, str(path))
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every field, so that a run does not depend on later defaults."""
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    Path(path).write_text(text, encoding="utf-8")

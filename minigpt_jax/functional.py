@@ -1,0 +1,130 @@
+"""The model as pure functions of a params pytree, jitted with the config static.
+
+Token arrays may be (T,) or (B, T); results have the same leading axes. What a user can get wrong about them is refused
+on the host, before anything is compiled: inside jit an id outside the table would be clamped, wrapped or NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .config import InputError, InputTypeError, ModelConfig, require
+from .model import MiniGPT, initial_std
+
+
+def check_tokens(tokens, config: ModelConfig, name: str = "tokens") -> None:
+    """Raise unless `tokens` are integers of shape (T,) or (B, T) within [0, V). Traced values pass unseen."""
+    dtype = jnp.result_type(tokens)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise InputTypeError(f"{name} are {dtype}; give integer token ids (int32)")
+    shape = jnp.shape(tokens)
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise InputError(f"{name} have shape {shape}; give (T,) or (B, T) with at least one token")
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    ids = np.asarray(tokens)
+    bad = np.argwhere((ids < 0) | (ids >= config.vocab_size))
+    if bad.size:
+        at = tuple(int(i) for i in bad[0])
+        raise InputError(
+            f"{name}{list(at)} is {ids[at]}; ids must be in [0, {config.vocab_size}), the rows of the table: "
+            "check the tokenizer, or mask with Batch.mask instead of a negative id"
+        )
+
+
+def check_context(length: int, config: ModelConfig) -> None:
+    require(
+        config.positions != "learned" or length <= config.context_len,
+        f"{length} positions are asked for and context_len is {config.context_len}; learned positions end there: "
+        "shorten the text (RoPE has no such wall)",
+    )
+
+
+_RANK = {"__call__": 2, "lookup": 2, "trunk": 3, "unembed": 3}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method"))
+def _apply(params, x, mask, dropout_key, *, config, method):
+    """Run a method of the module on (B, T, ...), and give back the leading axes that came in."""
+    single = x.ndim < _RANK[method]
+    if single:
+        x, mask = x[None], None if mask is None else mask[None]
+    arguments = (x, mask) if method in ("__call__", "trunk") else (x,)
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    result = MiniGPT(config).apply({"params": params}, *arguments, method=method, rngs=rngs)
+    return jax.tree.map(lambda leaf: leaf[0], result) if single else result
+
+
+@functools.lru_cache
+def abstract_params(config: ModelConfig) -> dict:
+    """The params tree as `jax.ShapeDtypeStruct`s: every path, shape and dtype, with nothing allocated."""
+    module, tokens = MiniGPT(config), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(lambda key, tokens: module.init(key, tokens)["params"], jax.random.key(0), tokens)
+
+
+def init(config: ModelConfig, key: jax.Array) -> dict:
+    """Fresh parameters, a plain nested dict: matrices and the table as `model.initial_std` says, biases 0, scales 1.
+
+    Drawn on the host by NumPy's Philox from the key's own bits, since compiling a draw for each leaf takes longer than
+    training's first hundred steps. Under jit, vmap or eval_shape the same function is called back: same key, same bits.
+    """
+    key = jnp.asarray(key)
+    bits = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    draw = functools.partial(_draw_params, config)
+    if isinstance(bits, jax.core.Tracer):
+        return jax.pure_callback(draw, abstract_params(config), bits, vmap_method="sequential")
+    return jax.tree.map(jnp.asarray, draw(bits))
+
+
+def _draw_params(config: ModelConfig, bits) -> dict:
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(np.asarray(bits).ravel().tolist())))
+
+    def leaf(path, abstract):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        std = initial_std(name, config)
+        if std:
+            value = std * rng.standard_normal(abstract.shape, np.float32)
+        else:
+            value = np.full(abstract.shape, 1.0 if name.endswith("scale") else 0.0)
+        return value.astype(abstract.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
+
+
+def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) -> jax.Array:
+    """Logits, never probabilities: (T,) -> (T, V) or (B, T) -> (B, T, V), float32 whatever `config.dtype`.
+
+    `mask` (bool, shaped as the tokens) is False at padding, which no position then attends to. `dropout_key` turns
+    dropout on. Raises `InputError` for ids outside [0, V), for non-integer ids, and past a learned position table.
+    """
+    check_tokens(tokens, config)
+    check_context(jnp.shape(tokens)[-1], config)
+    return _apply(params, jnp.asarray(tokens), mask, dropout_key, config=config, method="__call__")
+
+
+def embed(params, tokens, config: ModelConfig) -> jax.Array:
+    """The start of the residual stream, (..., T, D): rows of the table, plus learned positions if any."""
+    check_tokens(tokens, config)
+    check_context(jnp.shape(tokens)[-1], config)
+    return _apply(params, jnp.asarray(tokens), None, None, config=config, method="lookup")
+
+
+def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_residuals: bool = False):
+    """Blocks and final norm, (..., T, D) -> (..., T, D); with `return_residuals` also the stream at every layer.
+
+    The dict's names: "embed", then "block_i/attention" and "block_i/ffn", the stream after each addition, before the
+    final norm. What a surrounding jit does not use of it costs nothing.
+    """
+    require(
+        jnp.ndim(x) in (2, 3) and jnp.shape(x)[-1] == config.d_model,
+        f"the residual stream has shape {jnp.shape(x)}; give (T, D) or (B, T, D) with D = d_model = {config.d_model}",
+    )
+    h, residuals, _ = _apply(params, x, mask, dropout_key, config=config, method="trunk")
+    return (h, residuals) if return_residuals else h
+
+
+def unembed(params, h, config: ModelConfig) -> jax.Array:
+    """Logits of normed hidden states, (..., T, D) -> (..., T, V): `h @ E.T` with the lookup's own E when tied."""
+    return _apply(params, h, None, None, config=config, method="unembed")

@@ -1,0 +1,128 @@
+"""Where the parameters, bytes and FLOPs of a config are, from its shapes alone: nothing is allocated."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from ..config import ModelConfig
+from ..functional import abstract_params
+from ..optimizer import leaf_paths
+
+TABLE = "embed/embedding"
+
+
+class ParamRow(NamedTuple):
+    path: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+    used_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamTable:
+    """Every leaf, and the totals. `render` prints it in 100 columns, and `str()` is `render()`."""
+
+    config: ModelConfig
+    rows: tuple[ParamRow, ...]
+
+    @property
+    def total(self) -> int:
+        """Parameters, each leaf once."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the token table, V * D."""
+        return self.config.vocab_size * self.config.d_model
+
+    @property
+    def other_total(self) -> int:
+        """What the total would be with `tied` the other way: V * D more or less."""
+        return self.total + (self.embedding if self.config.tied else -self.embedding)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward FLOPs per token at context_len: 2 for each weight of a matmul, the head's V * D among them, and
+        4 T D a layer for scores and weighted sum, counted in full (not halved for causality)."""
+        c = self.config
+        kernels = sum(row.count for row in self.rows if row.path.endswith("kernel"))
+        return 2 * (kernels + self.embedding) + 4 * c.n_layers * c.context_len * c.n_heads * c.head_dim
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, every_leaf: bool = False) -> str:
+        """One line a leaf, then the totals. Models of over 60 leaves show one block, unless `every_leaf`."""
+        c = self.config
+        rows = self.rows if every_leaf or len(self.rows) <= 60 else _folded(self.rows)
+        width = max(len(row.path) for row in rows)
+        lines = [f"{'path':<{width}}  {'shape':>16}  {'parameters':>15}  {'bytes':>15}  used by"]
+        lines += [
+            f"{row.path:<{width}}  {'x'.join(map(str, row.shape)):>16}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}"
+            for row in rows
+        ]
+        share = self.embedding / max(self.total, self.other_total)
+        tie = (
+            f"{'tying saves':<28}{self.embedding:>18,}  {share:.1%} of the untied {self.other_total:,}"
+            if c.tied
+            else f"{'tying would save':<28}{self.embedding:>18,}  {share:.1%} of {self.total:,}; tied: {self.other_total:,}"
+        )
+        cache = kv_cache_bytes(c, batch=1, length=c.context_len)
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{'total':<28}{self.total:>18,}  {self.bytes:,} bytes as {c.param_dtype}",
+                f"{'  of it the token table':<28}{self.embedding:>18,}  {self.embedding / self.total:.1%} of the total",
+                f"{'  without the token table':<28}{self.total - self.embedding:>18,}",
+                tie,
+                f"{'forward FLOPs per token':<28}{self.flops_per_token:>18,}  at T = {c.context_len}, the head's matmul counted",
+                f"{'KV cache':<28}{cache:>18,}  bytes a sequence of {c.context_len} as {c.dtype}; "
+                f"{cache // c.context_len:,} a token",
+            ]
+        )
+
+
+def _folded(rows) -> list[ParamRow]:
+    """Blocks have equal shapes: print the first, then one line for the rest."""
+    first = [row for row in rows if not row.path.startswith("block_") or row.path.startswith("block_0/")]
+    rest = [row for row in rows if row not in first]
+    if rest:
+        blocks = sorted({int(row.path.split("/")[0].removeprefix("block_")) for row in rest})
+        name = f"block_{blocks[0]}" + (f" ... block_{blocks[-1]}" if len(blocks) > 1 else "")
+        summary = ParamRow(name, ("as block_0",), sum(r.count for r in rest), sum(r.bytes for r in rest), "")
+        at = 1 + max(i for i, row in enumerate(first) if row.path.startswith("block_0/"))
+        first.insert(at, summary)
+    return first
+
+
+def param_table(config: ModelConfig) -> ParamTable:
+    """Path, shape, count and bytes of every leaf, by `jax.eval_shape`; the tied table once, with both its uses."""
+    leaves = leaf_paths(abstract_params(config))
+    uses = {TABLE: "lookup, head" if config.tied else "lookup", "head/embedding_out": "head"}
+    rows = [
+        ParamRow(
+            path, leaf.shape, math.prod(leaf.shape), math.prod(leaf.shape) * leaf.dtype.itemsize, uses.get(path, "")
+        )
+        for path, leaf in leaves.items()
+    ]
+    order = {"embed": 0, "positions": 1, "norm_final": 3, "head": 4}
+    rows.sort(key=lambda row: (order.get(row.path.split("/")[0], 2), _block(row.path)))
+    return ParamTable(config, tuple(rows))
+
+
+def _block(path: str) -> int:
+    return int(path.split("/")[0].removeprefix("block_")) if path.startswith("block_") else 0
+
+
+def kv_cache_bytes(config: ModelConfig, batch: int, length: int) -> int:
+    """2 L G K S B bytes-per-value: keys and values of every layer, for `batch` sequences of `length` positions."""
+    values = 2 * config.n_layers * config.kv_heads * config.head_dim * length * batch
+    return values * jnp.dtype(config.dtype).itemsize

@@ -1,0 +1,72 @@
+"""Cross-entropy from logits, and the loss of a batch."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .config import ModelConfig, require
+from .data import Batch
+from .functional import check_tokens, forward
+from .model import wide
+
+
+class LossSum(NamedTuple):
+    """A loss before its division, so that parts of a batch can be added up and divided once."""
+
+    total: jax.Array
+    """Sum of the negative log-likelihoods of the valid targets, in nats."""
+    count: jax.Array
+    """How many targets are valid, same type as `total`."""
+
+    def mean(self) -> jax.Array:
+        """Nats per valid target; 0, with zero gradients, where none is valid."""
+        return self.total / jnp.maximum(self.count, 1)
+
+
+def cross_entropy_sum(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> LossSum:
+    """Sum over targets of logsumexp(logits) - logits[target], and their number; arguments as for the mean below."""
+    logits = logits.astype(wide(logits.dtype))
+    # The target's logit by selection, not by gather: its gradient fuses with the softmax instead of being a scatter.
+    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+    nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
+    if mask is None:
+        return LossSum(jnp.sum(nll), jnp.asarray(nll.size, nll.dtype))
+    return LossSum(jnp.sum(jnp.where(mask, nll, 0)), jnp.sum(mask, dtype=nll.dtype))
+
+
+def cross_entropy_from_logits(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Mean cross-entropy in nats over the valid targets, float32 at least.
+
+    `logits` (..., V), `targets` (...) integer ids, `mask` (...) bool with True where a target counts. The log-sum-exp
+    is fused with the choice of the target, so logits of +-1000 are safe. No valid target gives 0 and zero gradients.
+    """
+    require(
+        targets.shape == logits.shape[:-1] and (mask is None or mask.shape == targets.shape),
+        f"logits {logits.shape}, targets {targets.shape} and mask {None if mask is None else mask.shape} do not match; "
+        "give (..., V), (...) and (...)",
+    )
+    return cross_entropy_sum(logits, targets, mask).mean()
+
+
+def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None) -> LossSum:
+    """The batch's loss as sum and count; see `loss`."""
+    require(
+        jnp.shape(batch.targets) == jnp.shape(batch.tokens)
+        and (batch.mask is None or jnp.shape(batch.mask) == jnp.shape(batch.tokens)),
+        f"batch.tokens {jnp.shape(batch.tokens)}, targets {jnp.shape(batch.targets)} and mask "
+        f"{None if batch.mask is None else jnp.shape(batch.mask)} must have one shape",
+    )
+    check_tokens(batch.targets, config, "targets")
+    logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
+    mask = None if batch.mask is None else jnp.asarray(batch.mask)
+    return cross_entropy_sum(logits, jnp.asarray(batch.targets), mask)
+
+
+def loss(params, batch: Batch, config: ModelConfig, dropout_key=None) -> jax.Array:
+    """Mean cross-entropy of `batch.targets` in nats, over the positions where `batch.mask` is True (default: all).
+
+    The mask says which targets count, nothing else: padding on the right needs no more, since no real position sees a
+    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made.
+    """
+    return loss_sum(params, batch, config, dropout_key).mean()

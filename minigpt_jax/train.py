@@ -1,0 +1,208 @@
+"""Training: a pure step, and the loop around it as a stream of records that observers watch."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .config import Config, InputError, ModelConfig, TrainConfig
+from .data import Batch, Dataset
+from .functional import abstract_params, init
+from .losses import LossSum, loss_sum
+from .model import wide
+from .optimizer import learning_rate, make_optimizer
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step. Batches and dropout are functions of (seed, step)."""
+
+    step: jax.Array
+    """Updates made so far, int32."""
+    params: dict
+    opt_state: optax.OptState
+
+
+def _key(config: TrainConfig, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(config.seed), purpose)
+
+
+def init_state(config: Config) -> TrainState:
+    """Fresh parameters from `config.train.seed`, and the optimizer's zeros."""
+    params = init(config.model, _key(config.train, 0))
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train).init(params))
+
+
+def abstract_state(config: Config) -> TrainState:
+    """Shapes and dtypes of the state, with nothing allocated."""
+    params = abstract_params(config.model)
+    opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+
+
+def _loss_and_grads(params, batch: Batch, config: ModelConfig, parts: int, dropout_key):
+    """Mean loss and gradient over the valid targets of the batch, computed in `parts` micro-batches.
+
+    Sums and counts are added up and divided once, so that the result does not depend on how the batch is cut.
+    """
+
+    def total(params, batch, key):
+        summed = loss_sum(params, batch, config, dropout_key=key)
+        return summed.total, summed
+
+    if parts == 1:
+        (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, batch, dropout_key)
+    else:
+        micro = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+
+        def add(carry, xs):
+            i, part = xs
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+            (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, part, key)
+            return jax.tree.map(jnp.add, carry, (summed, grads)), None
+
+        zero = jnp.zeros((), wide(config.dtype))
+        # Sums of gradients are float32 at least, whatever the parameters are stored in.
+        zeros = LossSum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+        (summed, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), micro))
+    scale = 1 / jnp.maximum(summed.count, 1)
+    return summed, jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, params)
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+    """The pure `train_step(state, batch) -> (state, metrics)`; jit it, or scan over it.
+
+    Metrics, all scalars: "loss" (nats per valid target), "lr", "grad_norm" (global L2, before clipping), "targets"
+    (how many were valid).
+    """
+    optimizer, schedule = make_optimizer(config.train), learning_rate(config.train)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+        key = jax.random.fold_in(_key(config.train, 1), state.step) if config.model.dropout else None
+        summed, grads = _loss_and_grads(state.params, batch, config.model, config.train.accumulate, key)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": summed.mean(),
+            "lr": jnp.asarray(schedule(state.step), jnp.float32),
+            "grad_norm": optax.tree.norm(grads),
+            "targets": summed.count,
+        }
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+
+    return train_step
+
+
+def _run_steps(config: Config):
+    """Compile `(state, batches, n) -> (state, metrics)`: the first n of K stacked batches, in one call.
+
+    A loop inside the compiled program spares the cost of mapping its memory anew at each step. n is dynamic, so one
+    program serves every n <= K and a step's arithmetic does not depend on where training was interrupted.
+    """
+    train_step, K = make_train_step(config), config.train.steps_per_call
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(state: TrainState, batches_K: Batch, n: jax.Array):
+        def body(i, carry):
+            state, metrics_K = carry
+            state, metrics = train_step(state, jax.tree.map(lambda x: x[i], batches_K))
+            return state, jax.tree.map(lambda all_K, one: all_K.at[i].set(one), metrics_K, metrics)
+
+        _, abstract = jax.eval_shape(train_step, state, jax.tree.map(lambda x: x[0], batches_K))
+        metrics_K = jax.tree.map(lambda leaf: jnp.zeros((K, *leaf.shape), leaf.dtype), abstract)
+        return jax.lax.fori_loop(0, n, body, (state, metrics_K))
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _eval_step(params, batch: Batch, config: ModelConfig) -> LossSum:
+    return loss_sum(params, batch, config)
+
+
+def evaluate(params, source, config: ModelConfig, batch_size: int, max_windows: int | None = None) -> LossSum:
+    """Loss over the source's windows, all of them or `max_windows` evenly spread: sum in nats, number of targets."""
+    total, count = 0.0, 0.0
+    for batch in source.eval_batches(batch_size, max_windows):
+        part = _eval_step(params, batch, config)
+        total, count = total + float(part.total), count + float(part.count)  # float64: no drift over many batches
+    return LossSum(np.float64(total), np.float64(count))
+
+
+def bits(dataset: Dataset, nats: float) -> float:
+    """Nats per token as bits per character, or as bits per token where the data is not made of characters."""
+    return nats / math.log(2) * (dataset.tokens_per_char or 1.0)
+
+
+def next_stop(step: int, train: TrainConfig) -> int:
+    """Where the compiled call that starts at `step` ends: a function of the step alone, so never of interruptions."""
+    periods = [train.steps_per_call, train.eval_every, train.checkpoint_every, train.sample_every]
+    return min([train.steps] + [step - step % period + period for period in periods if period])
+
+
+def train(
+    config: Config,
+    dataset: Dataset,
+    state: TrainState,
+    save: Callable[[TrainState], None] = lambda state: None,
+    sample: Callable[[dict, int], str] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[dict]:
+    """Train from `state.step` to `config.train.steps`, as a stream of records (dicts with "kind" and "step"):
+
+    "train": after every update: loss, bits, lr, grad_norm, tokens_per_s
+    "eval": on held-out text: loss, bits, full (whether all of it was used)
+    "sample": text, "saved": after `save(state)`, "stopped": `should_stop()` said so, and the state was saved
+
+    `bits` is bits per character, or per token where the data has no characters. The state is donated: use the saved
+    one. Order of batches and dropout depend on (seed, step) alone, so a resumed run equals an unbroken one bit for bit.
+    """
+    t, T = config.train, config.model.context_len
+    run, step = _run_steps(config), int(state.step)
+    eval_size = max(t.batch_size, 2048 // T)
+
+    def stacked(step: int) -> tuple[Batch, int]:
+        """Batches of the call that starts at `step`, and their number; the last one repeated to fill K."""
+        n = next_stop(step, t) - step
+        batches = [dataset.train.batch(t.seed, step + i, t.batch_size) for i in range(n)]
+        return jax.tree.map(lambda *x: np.stack([*x, *[x[-1]] * (t.steps_per_call - n)]), *batches), n
+
+    def evaluation(full: bool) -> dict:
+        mean = evaluate(state.params, dataset.val, config.model, eval_size, None if full else t.eval_windows).mean()
+        return {"kind": "eval", "step": step, "loss": float(mean), "bits": bits(dataset, float(mean)), "full": full}
+
+    if step < t.steps:
+        batches, n = stacked(step)
+    clock = time.perf_counter()
+    while step < t.steps:
+        state, metrics = run(state, batches, np.int32(n))
+        first, step = step + 1, step + n
+        if step < t.steps:  # the next batches are made while the device works
+            done, (batches, n) = n, stacked(step)
+        else:
+            done = n
+        metrics = jax.device_get(metrics)
+        now = time.perf_counter()
+        speed = done * t.batch_size * T / (now - clock)
+        for i in range(done):
+            record = {name: float(values[i]) for name, values in metrics.items()}
+            record |= {"bits": bits(dataset, record["loss"]), "tokens_per_s": round(speed)}
+            yield {"kind": "train", "step": first + i, **record}
+        if not np.isfinite(metrics["loss"][:done]).all():
+            raise InputError(f"the loss is not finite at step {step}; lower train.peak_lr, then resume or start anew")
+        if dataset.val is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0)):
+            yield evaluation(full=step == t.steps)
+        if sample is not None and t.sample_every and step % t.sample_every == 0:
+            yield {"kind": "sample", "step": step, "text": sample(state.params, step)}
+        stop = should_stop() and step < t.steps
+        if stop or step == t.steps or (t.checkpoint_every and step % t.checkpoint_every == 0):
+            save(state)
+            yield {"kind": "saved", "step": step}
+        if stop:
+            yield {"kind": "stopped", "step": step}
+            return
+        clock = time.perf_counter()
