@@ -14,11 +14,12 @@ _HOMES = {
     "losses": "cross_entropy_from_logits loss",
     "data": "Batch load_dataset",
     "optimizer": "decay_mask learning_rate make_optimizer",
-    "train": "TrainState init_state make_train_step train",
-    "generate": "filter_logits generate",
-    "inspect": "TiedGradient param_table tied_gradient",
+    "train": "TrainState evaluate init_state make_train_step",
+    "decoding": "filter_logits generate",
+    "inspect": "TiedGradient param_table tied_gradient tied_norms",
     "checkpoint": "Run open_run",
 }
+# No name may be that of a module: importing the module would put it in the name's place.
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)

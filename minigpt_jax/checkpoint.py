@@ -63,7 +63,10 @@ class Run:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self.config.train.keep_checkpoints, enable_async_checkpointing=False
         )
-        with ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options) as manager:
+        standard, items = ocp.StandardCheckpointHandler, ("params", "opt_state")
+        handlers = {name: standard() for name in items} | {"meta": ocp.JsonCheckpointHandler()}
+        folder = (self.path / "checkpoints").absolute()
+        with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
             yield manager
 
     def steps(self) -> list[int]:
@@ -117,7 +120,7 @@ class Run:
                 return self._restore(step, **abstract)
             except InputError:
                 raise
-            except Exception as error:  # orbax and tensorstore raise many types for a damaged file
+            except (ValueError, OSError, KeyError) as error:  # what orbax and tensorstore raise for a damaged file
                 reason = str(error).split("\n")[0][:100]
                 print(f"{self.path}/checkpoints/{step} can't be read ({reason}); trying the one before", file=sys.stderr)
         raise InputError(f"{self.path} has no readable checkpoint; train it first: minigpt train CONFIG")

@@ -150,6 +150,7 @@ def _one_line(box: str) -> str:
     """tyro's boxed message as one line: what was wrong, the nearest names, where to read more."""
     lines = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
     text = re.sub(r"Error parsing \S+: ", "", " ".join(line for line in lines if line))
+    text = re.split(r"\s*─{3,}\s*For full", text)[0]
     text = re.sub(r"\s*─{3,}\s*", "; ", text)
     return re.sub(r"\s+", " ", text).strip() or "the arguments could not be understood; see minigpt --help"
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .checkpoint import Run, create_run, open_run
 from .config import Config, InputError, Sampling, require
 from .data import Dataset, Windows, load_dataset, ngram_cross_entropy, read_text
-from .generate import generate
+from .decoding import generate
 from .inspect import param_table, tied_gradient, tied_norms
 from .inspect.pictures import plot_loss
 from .optimizer import describe_decay

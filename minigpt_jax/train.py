@@ -97,7 +97,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     return train_step
 
 
-def _run_steps(config: Config):
+def compile_steps(config: Config):
     """Compile `(state, batches, n) -> (state, metrics)`: the first n of K stacked batches, in one call.
 
     A loop inside the compiled program spares the cost of mapping its memory anew at each step. n is dynamic, so one
@@ -162,7 +162,7 @@ def train(
     one. Order of batches and dropout depend on (seed, step) alone, so a resumed run equals an unbroken one bit for bit.
     """
     t, T = config.train, config.model.context_len
-    run, step = _run_steps(config), int(state.step)
+    run, step = compile_steps(config), int(state.step)
     eval_size = max(t.batch_size, 2048 // T)
 
     def stacked(step: int) -> tuple[Batch, int]:

@@ -309,7 +309,7 @@ def load_dataset(data: DataConfig, context_len: int, tokenizer: Tokenizer | None
     require(context_len >= 1, f"context_len is {context_len}; it must be at least 1")
     require(
         tokenizer is None or tokenizer.kind == data.tokenizer,
-        f"data.tokenizer is {data.tokenizer!r}, but the saved one is {getattr(tokenizer, 'kind', None)!r}; use the same",
+        f"data.tokenizer is {data.tokenizer!r}, but the saved one is {getattr(tokenizer, 'kind', None)!r}; use that",
     )
     if data.tokenizer == "word":
         return _load_verbs(data, context_len, tokenizer)
@@ -328,7 +328,7 @@ def load_dataset(data: DataConfig, context_len: int, tokenizer: Tokenizer | None
         unknown = "".join(sorted(alphabet - set(tokenizer.characters)))
         require(
             not unknown,
-            f"{name}: characters {unknown!r} are not in the run's vocabulary; use the text it was trained on, or train anew",
+            f"{name}: characters {unknown!r} are not in the run's vocabulary; use the run's own text or train anew",
         )
     notes = []
     tokenizer = tokenizer or _make_tokenizer(data, alphabet, pieces, notes)

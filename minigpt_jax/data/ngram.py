@@ -10,7 +10,7 @@ def ngram_cross_entropy(
 ) -> float:
     """Mean cross-entropy, in nats per token, of an n-gram model with add-alpha smoothing; 1-D arrays of ids in [0, V).
 
-    p(w | context) = (count(context w) + alpha) / (count(context) + alpha V); the context is the order - 1 tokens before.
+    p(w | context) = (count(context w) + alpha) / (count(context) + alpha V); its context: the order - 1 tokens before.
     `val_tokens` continues `train_tokens`: its first tokens have the training tail as context. Where the training text
     is shorter than a context, the validation tokens without a whole one are left out.
     """

@@ -95,7 +95,7 @@ def clean(markdown: str) -> str:
         named = re.sub(r"(?m)^\*\*(.+?)\*\*\s*?$", lambda name: f"\0{name[1].replace(':', '')}:", paragraph)
         spoken = re.sub(r"_*\[[^\[\]]*\]_*|_+[^_]+_+|\*[^*]+\*", "", named)
         spoken = re.sub(r'[*_\[\]"\d]', "", spoken)
-        spoken = "\n".join(line.strip() for line in spoken.split("\n") if line.strip())
+        spoken = "\n".join(" ".join(line.split()) for line in spoken.split("\n") if line.strip())
         if spoken and interrupted and not spoken.startswith("\0"):
             speeches[-1] += "\n" + spoken
         elif spoken:
