@@ -45,7 +45,9 @@ def tree_differences(expected, stored, limit: int = 5) -> list[str]:
     for path in want.keys() & have.keys():
         a, b = want[path], have[path]
         if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
-            lines.append(f"{path} is {b.dtype}{list(b.shape)} in the checkpoint, {a.dtype}{list(a.shape)} by the config")
+            lines.append(
+                f"{path} is {b.dtype}{list(b.shape)} in the checkpoint, {a.dtype}{list(a.shape)} by the config"
+            )
     lines.sort()
     return lines[:limit] + ([f"and {len(lines) - limit} more"] if len(lines) > limit else [])
 
@@ -122,7 +124,9 @@ class Run:
                 raise
             except (ValueError, OSError, KeyError) as error:  # what orbax and tensorstore raise for a damaged file
                 reason = str(error).split("\n")[0][:100]
-                print(f"{self.path}/checkpoints/{step} can't be read ({reason}); trying the one before", file=sys.stderr)
+                print(
+                    f"{self.path}/checkpoints/{step} can't be read ({reason}); trying the one before", file=sys.stderr
+                )
         raise InputError(f"{self.path} has no readable checkpoint; train it first: minigpt train CONFIG")
 
     def load_params(self) -> tuple[dict, int]:

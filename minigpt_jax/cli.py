@@ -5,15 +5,13 @@ import dataclasses
 import io
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from .config import Config, DataConfig, InputError, ModelConfig, Sampling, TrainConfig, load_config, require
+from .config import Config, InputError, ModelConfig, Sampling, load_config
 
 PROG = "minigpt"
 Flat = tyro.conf.arg(name="")

@@ -194,11 +194,12 @@ class DataConfig(_Checked):
         verbs = self.corpus.startswith("verbs")
         require(
             (self.corpus == "text") == (self.path is not None),
-            f"DataConfig.corpus is {self.corpus!r} and path is {self.path!r}; a path goes with corpus 'text', and only there",
+            f"DataConfig.corpus is {self.corpus!r} and path is {self.path!r}; a path goes with corpus 'text' only",
         )
         require(
             verbs == (self.tokenizer == "word"),
-            f"DataConfig.tokenizer is {self.tokenizer!r} and corpus is {self.corpus!r}; 'word' goes with the verb corpora, and only there",
+            f"DataConfig.tokenizer is {self.tokenizer!r} and corpus is {self.corpus!r}; 'word' goes with the verb "
+            "corpora, and they with it",
         )
 
 

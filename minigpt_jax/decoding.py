@@ -118,7 +118,7 @@ def generate(
     ends when all rows have, and shorter rows are filled up with it. Same key, same ids. Learned positions end at
     context_len, and asking for more is an `InputError`.
     """
-    check_tokens(prompt, config, "prompt")
+    prompt = check_tokens(prompt, config, "prompt")
     require(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; it must be at least 0")
     require(window is None or window >= 1, f"window is {window}; it must be at least 1")
     prompt_BxT = np.atleast_2d(np.asarray(prompt, np.int32))
@@ -144,4 +144,4 @@ def generate(
         size=size,
     )
     new = np.asarray(ids)[:, length : int(end)]
-    return new if np.ndim(prompt) == 2 else new[0]
+    return new if prompt.ndim == 2 else new[0]

@@ -14,24 +14,30 @@ from .config import InputError, InputTypeError, ModelConfig, require
 from .model import MiniGPT, initial_std
 
 
-def check_tokens(tokens, config: ModelConfig, name: str = "tokens") -> None:
-    """Raise unless `tokens` are integers of shape (T,) or (B, T) within [0, V). Traced values pass unseen."""
-    dtype = jnp.result_type(tokens)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise InputTypeError(f"{name} are {dtype}; give integer token ids (int32)")
-    shape = jnp.shape(tokens)
-    if len(shape) not in (1, 2) or 0 in shape:
-        raise InputError(f"{name} have shape {shape}; give (T,) or (B, T) with at least one token")
-    if isinstance(tokens, jax.core.Tracer):
-        return
-    ids = np.asarray(tokens)
-    bad = np.argwhere((ids < 0) | (ids >= config.vocab_size))
-    if bad.size:
-        at = tuple(int(i) for i in bad[0])
-        raise InputError(
-            f"{name}{list(at)} is {ids[at]}; ids must be in [0, {config.vocab_size}), the rows of the table: "
-            "check the tokenizer, or mask with Batch.mask instead of a negative id"
-        )
+def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
+    """`tokens` as an array; raises unless they are integers of shape (T,) or (B, T) within [0, V).
+
+    Traced values have their shape and dtype checked, and their ids unseen.
+    """
+    if not hasattr(tokens, "dtype"):
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise InputError(f"{name} are rows of different lengths; pad them, or give one at a time") from None
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputTypeError(f"{name} are {tokens.dtype}; give integer token ids (int32)")
+    if tokens.ndim not in (1, 2) or 0 in tokens.shape:
+        raise InputError(f"{name} have shape {tokens.shape}; give (T,) or (B, T) with at least one token")
+    if not isinstance(tokens, jax.core.Tracer):
+        ids = np.asarray(tokens)
+        bad = (ids < 0) | (ids >= config.vocab_size)
+        if bad.any():
+            at = tuple(np.argwhere(bad)[0].tolist())
+            raise InputError(
+                f"{name}{list(at)} is {ids[at]}; ids must be in [0, {config.vocab_size}), the rows of the table: "
+                "check the tokenizer, or leave targets out by Batch.mask instead of a negative id"
+            )
+    return tokens
 
 
 def check_context(length: int, config: ModelConfig) -> None:
@@ -99,16 +105,16 @@ def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) ->
     `mask` (bool, shaped as the tokens) is False at padding, which no position then attends to. `dropout_key` turns
     dropout on. Raises `InputError` for ids outside [0, V), for non-integer ids, and past a learned position table.
     """
-    check_tokens(tokens, config)
-    check_context(jnp.shape(tokens)[-1], config)
-    return _apply(params, jnp.asarray(tokens), mask, dropout_key, config=config, method="__call__")
+    tokens = check_tokens(tokens, config)
+    check_context(tokens.shape[-1], config)
+    return _apply(params, tokens, mask, dropout_key, config=config, method="__call__")
 
 
 def embed(params, tokens, config: ModelConfig) -> jax.Array:
     """The start of the residual stream, (..., T, D): rows of the table, plus learned positions if any."""
-    check_tokens(tokens, config)
-    check_context(jnp.shape(tokens)[-1], config)
-    return _apply(params, jnp.asarray(tokens), None, None, config=config, method="lookup")
+    tokens = check_tokens(tokens, config)
+    check_context(tokens.shape[-1], config)
+    return _apply(params, tokens, None, None, config=config, method="lookup")
 
 
 def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_residuals: bool = False):

@@ -51,16 +51,12 @@ def cross_entropy_from_logits(logits: jax.Array, targets: jax.Array, mask: jax.A
 
 def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None) -> LossSum:
     """The batch's loss as sum and count; see `loss`."""
-    require(
-        jnp.shape(batch.targets) == jnp.shape(batch.tokens)
-        and (batch.mask is None or jnp.shape(batch.mask) == jnp.shape(batch.tokens)),
-        f"batch.tokens {jnp.shape(batch.tokens)}, targets {jnp.shape(batch.targets)} and mask "
-        f"{None if batch.mask is None else jnp.shape(batch.mask)} must have one shape",
-    )
-    check_tokens(batch.targets, config, "targets")
+    targets = check_tokens(batch.targets, config, "targets")
+    shapes = [jnp.shape(x) for x in batch if x is not None]
+    require(len(set(shapes)) == 1, f"tokens, targets and mask of the batch have shapes {shapes}; give one shape")
     logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
     mask = None if batch.mask is None else jnp.asarray(batch.mask)
-    return cross_entropy_sum(logits, jnp.asarray(batch.targets), mask)
+    return cross_entropy_sum(logits, jnp.asarray(targets), mask)
 
 
 def loss(params, batch: Batch, config: ModelConfig, dropout_key=None) -> jax.Array:

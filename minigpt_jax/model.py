@@ -111,22 +111,20 @@ class Attention(nn.Module):
             key_positions_S = jnp.arange(k_BxSxGxK.shape[1])
 
         seen_TxS = visible(positions_T, key_positions_S, window)
+        blocks = [(0, T, k_BxSxGxK.shape[1])]  # (first query, last query, last key)
         if cache is None and T >= QUERY_BLOCKS_FROM:
-            half = T // 2
-            mask_head = None if mask_BxT is None else mask_BxT[:, :half]
-            parts = [
-                self._attend(
-                    q_BxTxHxK[:, :half],
-                    k_BxSxGxK[:, :half],
-                    v_BxSxGxK[:, :half],
-                    seen_TxS[:half, :half],
-                    mask_head,
-                ),
-                self._attend(q_BxTxHxK[:, half:], k_BxSxGxK, v_BxSxGxK, seen_TxS[half:], mask_BxT),
-            ]
-            o_BxTxHxK = jnp.concatenate(parts, axis=1)
-        else:
-            o_BxTxHxK = self._attend(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, seen_TxS, mask_BxT)
+            blocks = [(0, T // 2, T // 2), (T // 2, T, T)]
+        parts = [
+            self._attend(
+                q_BxTxHxK[:, start:end],
+                k_BxSxGxK[:, :keys],
+                v_BxSxGxK[:, :keys],
+                seen_TxS[start:end, :keys],
+                None if mask_BxT is None else mask_BxT[:, :keys],
+            )
+            for start, end, keys in blocks
+        ]
+        o_BxTxHxK = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         return self.out(o_BxTxHxK.reshape(B * T, c.n_heads * c.head_dim)), cache
 
     def _attend(self, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, seen_TxS, mask_BxS):
@@ -231,7 +229,7 @@ class MiniGPT(nn.Module):
         )
         if c.positions == "learned":
             self.positions = Positions(c)
-        block = nn.remat(Block, static_argnums=(2, 6)) if c.remat else Block
+        block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         self.block = [block(c) for _ in range(c.n_layers)]
         self.norm_final = _norm(c)
         if not c.tied:

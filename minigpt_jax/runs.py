@@ -213,8 +213,8 @@ def eval_run(run_dir: Path, text: Path | None) -> None:
         baseline = ngram_cross_entropy(dataset.train.tokens, source.tokens, NGRAM_ORDER, tokenizer.vocab_size)
         verdict = "beats" if loss < baseline else "does not beat"
         print(
-            f"order-{NGRAM_ORDER} n-gram with add-one smoothing: loss {baseline:.4f}, {bits(dataset, baseline):.3f} bits "
-            f"per {per}; the model {verdict} it by {abs(baseline - loss):.3f} nats"
+            f"order-{NGRAM_ORDER} n-gram with add-one smoothing: loss {baseline:.4f}, {bits(dataset, baseline):.3f} "
+            f"bits per {per}; the model {verdict} it, by {abs(baseline - loss):.3f} nats"
         )
 
 
@@ -270,4 +270,6 @@ def grads_run(run_dir: Path) -> None:
         parts = [norms[f"{part}_{name}"] for part in ("lookup", "head", "sum")]
         print(f"{label:<12} " + " ".join(f"{x:>12.5g}" for x in parts) + f" {norms[f'head_share_{name}']:>12.1%}")
     print(f"\ncosine of the two parts {norms['cosine']:+.3f}")
-    print(f"rows with a lookup part {norms['lookup_rows']} of {V}: the head part moves every row, the lookup those read")
+    print(
+        f"rows with a lookup part {norms['lookup_rows']} of {V}: the head part moves every row, the lookup those read"
+    )

@@ -85,7 +85,7 @@ def test_round_trips(text):
 @given(st.lists(st.integers(0, 255)))
 def test_decoding_any_bytes_is_the_decoding_of_the_whole(ids):
     assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")
-    assert BPE.decode(BPE.encode("né😀").tolist() + [0xFF]) == "né😀\ufffd"
+    assert BPE.decode([*BPE.encode("né😀").tolist(), 0xFF]) == "né😀\ufffd"
 
 
 @given(st.data())
@@ -313,7 +313,7 @@ def test_no_verb_is_on_both_sides(spanish):
 def test_sentences_are_a_function_of_the_seed():
     assert verbs.sentences(1) == verbs.sentences(1) != verbs.sentences(2)
     assert sorted(verbs.sentences(1)) == sorted(verbs.sentences(2))
-    code = "from minigpt_jax.data import verbs; print(ascii(verbs.sentences(1, True)), verbs.word_tokenizer(1).fingerprint)"
+    code = "from minigpt_jax.data.verbs import *; print(ascii(sentences(1, True)), word_tokenizer(True).fingerprint)"
     assert run(code, PYTHONHASHSEED="1") == run(code, PYTHONHASHSEED="2")
 
 

@@ -5,7 +5,6 @@ Parameters are random everywhere, norm scales and biases too: at their initial 1
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -59,7 +58,9 @@ POSITIONS = {
 }
 
 
-loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
+# Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+loss_and_grads = quick_jit(jax.value_and_grad(mg.loss), static_argnums=2)
 
 
 @pytest.fixture
@@ -152,15 +153,25 @@ def test_oracle_backward_is_the_slope_of_its_own_loss(options, x64):
 
 
 @each_option
-def test_forward_equals_oracle(options, x64):
-    """Any wrong option: a norm's epsilon or variance, a GELU form, a rotation, a head's group, a lost bias."""
+def test_logits_and_every_gradient_equal_the_oracle(options, x64):
+    """Any wrong option: a norm's epsilon or variance, a GELU form, a rotation, a head's group, a lost bias.
+
+    In the gradients: a leaf without one, a stop_gradient, a target that should not count.
+    """
     config = with_options(**options)
     params = random_params(config)
-    tokens, _ = random_batch(config, (2, 7))
-    expected = oracle.forward(params, tokens, config)
-    logits = mg.forward(params, tokens, config)
+    tokens, targets = random_batch(config, (2, 6))
+    valid = padding_mask((2, 6))  # of targets only: the model attends to everything
+
+    def loss_and_logits(params):
+        logits = mg.forward(params, tokens, config)
+        return mg.cross_entropy_from_logits(logits, targets, valid), logits
+
+    grads, logits = quick_jit(jax.grad(loss_and_logits, has_aux=True))(params)
     assert logits.dtype == jnp.float64
-    np.testing.assert_allclose(logits, expected, **FORWARD)
+    np.testing.assert_allclose(logits, oracle.forward(params, tokens, config), **FORWARD)
+    _, expected, _, _ = oracle.backward(params, tokens, targets, config, valid)
+    assert_grads_equal(grads, expected, GRADIENT_RTOL)
 
 
 @pytest.mark.parametrize("name", ["course", "like_gpt2", "like_llama"])
@@ -206,38 +217,26 @@ def test_long_sequences_equal_oracle(length, x64):
         logits = mg.forward(params, tokens, config, mask=mask)
         return mg.cross_entropy_from_logits(logits, targets, mask), logits
 
-    grads, logits = jax.jit(jax.grad(masked_loss, has_aux=True))(params)
+    grads, logits = quick_jit(jax.grad(masked_loss, has_aux=True))(params)
     np.testing.assert_allclose(logits[mask], oracle.forward(params, tokens, config, mask)[mask], **FORWARD)
     _, expected, _, _ = oracle.backward(params, tokens, targets, config, mask, mask)
     assert_grads_equal(grads, expected, GRADIENT_RTOL)
 
 
-def test_every_gradient_of_the_course_model_equals_the_hand_written_reverse_pass(x64):
-    """A leaf without gradient, a stop_gradient, one of the table's two contributions lost or doubled."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_and_every_gradient_of_the_course_model_equal_the_oracle(masked, x64):
+    """`loss`, at full size: one of the table's two contributions lost or doubled, a mean over the wrong count."""
     config = with_options(COURSE)
     params = random_params(config)
     tokens, targets = random_batch(config, (2, 16))
-    loss, grads = loss_and_grads(params, mg.Batch(tokens, targets), config)
-    expected_loss, expected, lookup, head = oracle.backward(params, tokens, targets, config)
+    valid = padding_mask((2, 16)) if masked else None
+    loss, grads = loss_and_grads(params, mg.Batch(tokens, targets, valid), config)
+    expected_loss, expected, lookup, head = oracle.backward(params, tokens, targets, config, valid)
     # One number out of sums of 32 terms near 30, in float64.
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
     assert_grads_equal(grads, expected, GRADIENT_RTOL)
     # Both parts matter in this case, so that the check above would notice either.
     assert min(np.linalg.norm(lookup), np.linalg.norm(head)) > 0.1 * np.linalg.norm(expected["embed"]["embedding"])
-
-
-@each_option
-def test_every_gradient_equals_the_hand_written_reverse_pass(options, x64):
-    """As for the course's model, with every option, and targets that do not count."""
-    config = with_options(**options)
-    params = random_params(config)
-    tokens, targets = random_batch(config, (2, 6))
-    mask = padding_mask((2, 6))
-    batch = mg.Batch(tokens, targets, mask)
-    loss, grads = loss_and_grads(params, batch, config)
-    expected_loss, expected, _, _ = oracle.backward(params, tokens, targets, config, mask)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)  # as above
-    assert_grads_equal(grads, expected, GRADIENT_RTOL)
 
 
 def test_gradients_equal_finite_differences_of_the_models_own_loss(x64):
@@ -396,7 +395,7 @@ def test_no_gradient_flows_back_from_the_future(options):
     def logits_at_3(x):
         return mg.unembed(params, mg.trunk(params, x, config), config)[3]
 
-    slopes_VxTxD = np.asarray(jax.jacobian(logits_at_3)(mg.embed(params, tokens, config)))
+    slopes_VxTxD = np.asarray(quick_jit(jax.jacobian(logits_at_3))(mg.embed(params, tokens, config)))
     np.testing.assert_array_equal(slopes_VxTxD[:, 4:], 0.0)
     assert (np.abs(slopes_VxTxD[:, :4]).max(axis=(0, 2)) > 0).all()
 
@@ -472,7 +471,7 @@ def test_a_row_of_padding_changes_no_gradient(attention_mask, x64):
     tokens, targets = random_batch(config, (2, 6))
     mask = np.array([[True] * 6, [False] * 6])
 
-    @jax.jit
+    @quick_jit
     @jax.value_and_grad
     def loss(params, tokens, targets, mask):
         if attention_mask:
@@ -507,7 +506,7 @@ def test_gradients_with_padding_are_finite_in_float32():
     tokens, targets = random_batch(config, (2, 8))
     mask = padding_mask((2, 8))
 
-    @jax.jit
+    @quick_jit
     @jax.grad
     def slope(params):
         return mg.cross_entropy_from_logits(mg.forward(params, tokens, config, mask=mask), targets, mask)
@@ -538,6 +537,16 @@ def test_low_precision_is_finite_and_close(dtype, atol, padded):
     np.testing.assert_allclose(logits[shown], expected[shown], rtol=0, atol=atol)
     if dtype != "float32":
         assert np.abs(logits[shown] - expected[shown]).max() > 1e-4, "the blocks seem to ignore dtype"
+
+
+def test_layer_norm_takes_off_the_mean():
+    """Variances of one pass, E[x^2] - E[x]^2, lose digits when the mean is large: three of float32's seven at 30."""
+    config = with_options(TINY, n_layers=2, dtype="float32", param_dtype="float32")
+    params = random_params(config)
+    x = mg.embed(params, random_batch(config, (2, 6))[0], config)
+    # A constant in the stream goes at every layer norm; h is near 1, and of its seven digits four are left, less one
+    # for two layers' worth of sums.
+    np.testing.assert_allclose(mg.trunk(params, x + 30.0, config), mg.trunk(params, x, config), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -610,16 +619,6 @@ def test_with_and_without_jit(x64):
     np.testing.assert_allclose(plain_loss, loss, rtol=1e-12)
 
 
-def test_a_config_is_part_of_the_compiled_functions_key(x64):
-    """Two configs with the same shapes must not share a program."""
-    params = random_params(with_options())
-    tokens, _ = random_batch(TINY, (2, 6))
-    variants = [{}, {"rope_pairs": "half"}, {"rope_base": 10.0}, {"norm_eps": 0.1}, {"ffn": "gelu_tanh"}]
-    logits = [mg.forward(params, tokens, with_options(**options)) for options in variants]
-    for one, other in itertools.combinations(logits, 2):
-        assert np.abs(one - other).max() > 1e-6
-
-
 def test_remat_is_another_program_with_the_same_results(x64):
     """A switch that is read nowhere, or that changes values."""
     tokens, targets = random_batch(TINY, (2, 6))
@@ -631,7 +630,7 @@ def test_remat_is_another_program_with_the_same_results(x64):
         slope = jax.value_and_grad(functools.partial(mg.loss, batch=batch, config=config))
         text = str(jax.make_jaxpr(slope)(params))
         assert ("remat" in text or "checkpoint" in text) == remat
-        results.append(jax.jit(slope)(params))
+        results.append(quick_jit(slope)(params))
     (loss, grads), (remat_loss, remat_grads) = results
     # Recomputed, and perhaps fused otherwise: rounding only.
     np.testing.assert_allclose(remat_loss, loss, rtol=1e-13)
@@ -659,5 +658,5 @@ def test_vocabulary_of_one_symbol(x64):
         loss, grads = loss_and_grads(params, mg.Batch(tokens, tokens), config)
     # The only symbol has probability 1: logsumexp of one logit is that logit, up to its own rounding.
     np.testing.assert_allclose(loss, 0.0, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(mg.forward(params, tokens, config), oracle.forward(params, tokens, config), **FORWARD)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    _, expected, _, _ = oracle.backward(params, tokens, tokens, config)
+    assert_grads_equal(grads, expected, GRADIENT_RTOL)

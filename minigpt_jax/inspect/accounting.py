@@ -64,30 +64,25 @@ class ParamTable:
         rows = self.rows if every_leaf or len(self.rows) <= 60 else _folded(self.rows)
         width = max(len(row.path) for row in rows)
         lines = [f"{'path':<{width}}  {'shape':>16}  {'parameters':>15}  {'bytes':>15}  used by"]
-        lines += [
-            f"{row.path:<{width}}  {'x'.join(map(str, row.shape)):>16}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}"
-            for row in rows
-        ]
-        share = self.embedding / max(self.total, self.other_total)
-        tie = (
-            f"{'tying saves':<28}{self.embedding:>18,}  {share:.1%} of the untied {self.other_total:,}"
-            if c.tied
-            else f"{'tying would save':<28}{self.embedding:>18,}  {share:.1%} of {self.total:,}; tied: {self.other_total:,}"
-        )
+        for row in rows:
+            shape = "x".join(map(str, row.shape))
+            lines.append(
+                f"{row.path:<{width}}  {shape:>16}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}".rstrip()
+            )
+
+        share = f"{self.embedding / max(self.total, self.other_total):.1%}"
+        saves, of = ("saves", "of the untied") if c.tied else ("would save", "of")
+        tied = "" if c.tied else f"; tied: {self.other_total:,}"
         cache = kv_cache_bytes(c, batch=1, length=c.context_len)
-        return "\n".join(
-            [
-                *lines,
-                "",
-                f"{'total':<28}{self.total:>18,}  {self.bytes:,} bytes as {c.param_dtype}",
-                f"{'  of it the token table':<28}{self.embedding:>18,}  {self.embedding / self.total:.1%} of the total",
-                f"{'  without the token table':<28}{self.total - self.embedding:>18,}",
-                tie,
-                f"{'forward FLOPs per token':<28}{self.flops_per_token:>18,}  at T = {c.context_len}, the head's matmul counted",
-                f"{'KV cache':<28}{cache:>18,}  bytes a sequence of {c.context_len} as {c.dtype}; "
-                f"{cache // c.context_len:,} a token",
-            ]
-        )
+        figures = [
+            ("total", self.total, f"{self.bytes:,} bytes as {c.param_dtype}"),
+            ("  of it the token table", self.embedding, f"{self.embedding / self.total:.1%} of the total"),
+            ("  without the token table", self.total - self.embedding, ""),
+            (f"tying {saves}", self.embedding, f"{share} {of} {max(self.total, self.other_total):,}{tied}"),
+            ("forward FLOPs per token", self.flops_per_token, f"at T = {c.context_len}, the head's matmul counted"),
+            ("KV cache bytes", cache, f"for T = {c.context_len} as {c.dtype}; {cache // c.context_len:,} a token"),
+        ]
+        return "\n".join([*lines, "", *(f"{name:<28}{n:>18,}  {note}".rstrip() for name, n, note in figures)])
 
 
 def _folded(rows) -> list[ParamRow]:

@@ -22,10 +22,14 @@ def plot_loss(records: list[dict], path: str | Path, unit: str = "character") ->
     axes = figure.subplots()
     steps, loss = [r["step"] for r in train], [r["loss"] for r in train]
     axes.plot(steps, loss, color="#9ecae1", linewidth=0.8, label="training, each step")
-    axes.plot(steps, _smooth(loss, min(25, 1 + len(loss) / 40)), color="#08519c", linewidth=1.5, label="training, smoothed")
+    axes.plot(
+        steps, _smooth(loss, min(25, 1 + len(loss) / 40)), color="#08519c", linewidth=1.5, label="training, smoothed"
+    )
     if val:
         axes.plot([r["step"] for r in val], [r["loss"] for r in val], "o-", color="#d94801", label="held out")
-        axes.annotate(f"{val[-1]['loss']:.3f}", (val[-1]["step"], val[-1]["loss"]), (0, 8), textcoords="offset points", ha="right")
+        axes.annotate(
+            f"{val[-1]['loss']:.3f}", (val[-1]["step"], val[-1]["loss"]), (0, 8), textcoords="offset points", ha="right"
+        )
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -52,7 +52,11 @@ def tied_norms(split: TiedGradient) -> dict[str, float]:
     result = {}
     for name, norm in norms.items():
         lookup, head = float(norm(split.lookup)), float(norm(split.head))
-        result |= {f"lookup_{name}": lookup, f"head_{name}": head, f"sum_{name}": float(norm(split.lookup + split.head))}
+        result |= {
+            f"lookup_{name}": lookup,
+            f"head_{name}": head,
+            f"sum_{name}": float(norm(split.lookup + split.head)),
+        }
         result[f"head_share_{name}"] = head / (head + lookup) if head + lookup else 0.0
     product = result["lookup_l2"] * result["head_l2"]
     result["cosine"] = float(jnp.sum(split.lookup * split.head)) / product if product else 0.0
