@@ -126,9 +126,11 @@ class ModelConfig(_Checked):
     tied: bool = True
     """One table for lookup and head. False gives a separate head of the same shape, for comparisons only."""
     init_std: float = 0.02
-    """Standard deviation of every matrix at init, the table included."""
+    """Standard deviation of the table at init, and of the kernels where kernel_init is fixed."""
+    kernel_init: Literal["fan_in", "fixed"] = "fan_in"
+    """Kernels start at 1 / sqrt(fan_in), which suits any width; or all at init_std, as in GPT-2."""
     residual_init_scale: bool = True
-    """Projections that write to the residual stream start at init_std / sqrt(2 L), as in GPT-2."""
+    """Projections that write to the residual stream start smaller by 1 / sqrt(2 L), as in GPT-2."""
     dropout: float = 0.0
     """Rate on the embedding, the attention weights and both residual branches; active only where a key is given."""
     dtype: DType = "float32"

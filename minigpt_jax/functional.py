@@ -89,7 +89,7 @@ def _draw_params(config: ModelConfig, bits) -> dict:
 
     def leaf(path, abstract):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        std = initial_std(name, config)
+        std = initial_std(name, abstract.shape, config)
         if std:
             value = std * rng.standard_normal(abstract.shape, np.float32)
         else:

@@ -49,14 +49,20 @@ def cross_entropy_from_logits(logits: jax.Array, targets: jax.Array, mask: jax.A
     return cross_entropy_sum(logits, targets, mask).mean()
 
 
+def checked_batch(batch: Batch, config: ModelConfig) -> Batch:
+    """The batch as arrays of one shape; `InputError` for ids outside [0, V) or shapes that differ."""
+    tokens, targets = check_tokens(batch.tokens, config), check_tokens(batch.targets, config, "targets")
+    mask = None if batch.mask is None else jnp.asarray(batch.mask)
+    shapes = [x.shape for x in (tokens, targets, mask) if x is not None]
+    require(len(set(shapes)) == 1, f"tokens, targets and mask of the batch have shapes {shapes}; give one shape")
+    return Batch(tokens, jnp.asarray(targets), mask)
+
+
 def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None) -> LossSum:
     """The batch's loss as sum and count; see `loss`."""
-    targets = check_tokens(batch.targets, config, "targets")
-    shapes = [jnp.shape(x) for x in batch if x is not None]
-    require(len(set(shapes)) == 1, f"tokens, targets and mask of the batch have shapes {shapes}; give one shape")
+    batch = checked_batch(batch, config)
     logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
-    mask = None if batch.mask is None else jnp.asarray(batch.mask)
-    return cross_entropy_sum(logits, jnp.asarray(targets), mask)
+    return cross_entropy_sum(logits, batch.targets, batch.mask)
 
 
 def loss(params, batch: Batch, config: ModelConfig, dropout_key=None) -> jax.Array:

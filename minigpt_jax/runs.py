@@ -118,7 +118,7 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
     resuming = (source / "config.yaml").is_file()
     if text is not None:
         tokenizer = "char" if config.data.tokenizer == "word" else config.data.tokenizer
-        data = dataclasses.replace(config.data, corpus="text", path=str(text), tokenizer=tokenizer)
+        data = dataclasses.replace(config.data, corpus="text", path=str(text.resolve()), tokenizer=tokenizer)
         config = dataclasses.replace(config, data=data)
     if resuming:
         require(run_dir in (None, source), f"{source} goes on where it is; leave out --run-dir")

@@ -31,8 +31,9 @@ from minigpt_jax.data.tokenizers import (
     tokenizer_from_dict,
 )
 
-SOME_TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak. né 😀 — “x”\n" * 20
+SOME_TEXT = "".join(f"{i} Citizen:\nBefore we proceed, hear me speak.\n\nAll:\nSpeak. né 😀 — “x”\n" for i in range(20))
 BPE = BPETokenizer.train([SOME_TEXT], 300)
+DENSE_BPE = BPETokenizer.train(["a b\n\na .. ab\n\nab aa bb a é1 ' _. a._.\n" * 9], 290)
 TOKENIZERS = [
     CharTokenizer(SOME_TEXT),
     ByteTokenizer(),
@@ -40,6 +41,7 @@ TOKENIZERS = [
     verbs.word_tokenizer(),
     verbs.word_tokenizer(spanish=True),
 ]
+UNHURRIED = settings(deadline=None)  # a busy machine is no failure
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
@@ -73,6 +75,7 @@ def run(code, **env):
 # Tokenizers
 
 
+@UNHURRIED
 @given(TEXTS)
 def test_round_trips(text):
     for tokenizer in (CharTokenizer(text + "x"), ByteTokenizer(), BPE):
@@ -82,12 +85,14 @@ def test_round_trips(text):
         assert tokenizer.decode(list(map(int, ids))) == text
 
 
+@UNHURRIED
 @given(st.lists(st.integers(0, 255)))
 def test_decoding_any_bytes_is_the_decoding_of_the_whole(ids):
     assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")
     assert BPE.decode([*BPE.encode("né😀").tolist(), 0xFF]) == "né😀\ufffd"
 
 
+@UNHURRIED
 @given(st.data())
 def test_a_stream_gives_the_decoding_of_the_whole(data):
     tokenizer = data.draw(st.sampled_from(TOKENIZERS))
@@ -138,7 +143,7 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer):
     tokenizer.decode([0, size - 1])
     assert tokenizer.decode([]) == "" and len(tokenizer.encode("")) == 0
     for bad in (size, -1):
-        refused(lambda bad=bad: tokenizer.decode([0, bad]), bad, f"V = {size}")
+        refused(lambda bad=bad: tokenizer.decode([0, bad]), f"token id {bad} is", f"V = {size}")
         refused(lambda bad=bad: StreamDecoder(tokenizer).push(bad), bad, f"V = {size}")
     for bad in (1.0, True):
         refused(lambda bad=bad: tokenizer.decode([bad]), "integers", error=InputTypeError)
@@ -195,13 +200,12 @@ def test_half_characters_are_refused():
         refused(lambda tokenizer=tokenizer: tokenizer.encode("ab\udcff"), "position 2", "UTF-8")
 
 
+@settings(UNHURRIED, max_examples=300)
 @given(st.lists(st.text("ab \n\r.'_é1\u0301\u3000", max_size=12), max_size=8))
-@settings(max_examples=300)
 def test_bpe_tokens_do_not_depend_on_how_the_text_was_cut(pieces):
     cut = list(dataset._recut(pieces))
     assert "".join(cut) == "".join(pieces)
-    bpe = BPETokenizer.train(["a b\n\na .. ab\n\nab aa bb a é1 '\n" * 9], 290)
-    assert [i for piece in cut for i in bpe.encode(piece)] == bpe.encode("".join(pieces)).tolist()
+    assert [i for piece in cut for i in DENSE_BPE.encode(piece)] == DENSE_BPE.encode("".join(pieces)).tolist()
 
 
 def test_bpe_text_is_cut_at_all():
@@ -213,6 +217,13 @@ def test_bpe_text_is_cut_at_all():
     ]
 
 
+def test_bpe_token_files_do_not_depend_on_the_pieces(tmp_path):
+    pieces = [SOME_TEXT[i : i + 3] for i in range(0, len(SOME_TEXT), 3)]
+    about = tokenize_to_file(pieces, BPE, tmp_path / "t.bin")
+    assert open_tokens(tmp_path / "t.bin", BPE).tolist() == BPE.encode(SOME_TEXT).tolist()
+    assert about["text_sha256"] == hashlib.sha256(SOME_TEXT.encode()).hexdigest()
+
+
 # The verb grammar
 
 
@@ -220,7 +231,9 @@ def test_all_cells_of_the_grid():
     grid = verbs.cells()
     assert len(grid) == 360 == len({(c.lemma, c.tense, c.person) for c in grid})
     assert len(verbs.VERBS) == 20 and len(verbs.TENSES) == 6
-    assert all(c.english and c.spanish for c in grid)
+    # All 360 pairs as they were proofread, one by one.
+    digest = hashlib.sha256(repr([tuple(cell) for cell in grid]).encode()).hexdigest()
+    assert digest == "0e182c5ea4d2f39fa6033584e4ef4a16c52261ac1ca280aa04cba62135ead422"
 
 
 @pytest.mark.parametrize(
@@ -452,6 +465,7 @@ def test_marks_and_newline_styles_give_one_text(tmp_path, piece, mark, newline):
     assert "".join(iter_text(path, piece)) == text == read_text(path)
 
 
+@UNHURRIED
 @given(st.binary(max_size=40), st.integers(1, 9))
 def test_invalid_bytes_are_named_with_their_offset(tmp_path_factory, data, piece):
     path = write(tmp_path_factory.mktemp("x") / "a.txt", data)
@@ -570,6 +584,7 @@ def test_targets_are_the_next_tokens():
     assert batch.mask.tolist() == [[True, True, True, False, False]]
 
 
+@UNHURRIED
 @given(st.integers(1, 9), st.integers(0, 50), st.integers(1, 7), st.integers(0, 2**64 - 1), st.integers(0, 60))
 def test_windows_are_pieces_of_the_stream(length, extra, batch_size, seed, step):
     stream = np.arange(length + 1 + extra).astype(np.uint16)
@@ -633,6 +648,7 @@ def test_an_epoch_smaller_than_a_batch():
     assert batch.tokens.tolist() == [[0, 1, 2, 3]] * 6
 
 
+@UNHURRIED
 @given(st.integers(1, 9), st.integers(2, 60), st.integers(1, 7))
 def test_evaluation_covers_every_target_once(length, count, batch_size):
     stream = np.arange(100, 100 + count).astype(np.uint8)
@@ -776,6 +792,7 @@ def test_ngram_by_hand():
     assert ngram_cross_entropy([0, 0, 0, 1], [1], 1, 2, alpha=1.0) == pytest.approx(math.log(3), rel=1e-12)
 
 
+@UNHURRIED
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.01, 1.0]))
 def test_ngram_equals_dictionaries(data, vocab_size, order, alpha):
     ids = st.lists(st.integers(0, vocab_size - 1), max_size=30)

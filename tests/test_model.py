@@ -149,6 +149,43 @@ def test_oracle_backward_is_the_slope_of_its_own_loss(options, x64):
         np.testing.assert_array_equal(grads["embed"]["embedding"], lookup + head)
 
 
+# The params' paths and shapes, which are public. The oracle adds the biases it finds; these are the ones it must find.
+
+
+def expected_shapes(config):
+    V, D, F = config.vocab_size, config.d_model, config.ffn_dim
+    G_times_K = config.kv_heads * config.head_dim
+    shapes = {"embed/embedding": (V, D)}
+    if config.positions == "learned":
+        shapes["positions/table"] = (config.context_len, D)
+    if not config.tied:
+        shapes["head/embedding_out"] = (V, D)
+    norms = ["norm_final"]
+    for i in range(config.n_layers):
+        norms += [f"block_{i}/norm_attention", f"block_{i}/norm_ffn"]
+        attention = {"query": (D, D), "key": (D, G_times_K), "value": (D, G_times_K), "out": (D, D)}
+        ffn = {"up": (D, F), "down": (F, D)} | ({"gate": (D, F)} if config.ffn in ("swiglu", "geglu") else {})
+        for part, kernels, biases in [("attention", attention, config.attention_bias), ("ffn", ffn, config.ffn_bias)]:
+            for name, shape in kernels.items():
+                shapes[f"block_{i}/{part}/{name}/kernel"] = shape
+                if biases:
+                    shapes[f"block_{i}/{part}/{name}/bias"] = shape[1:]
+    for path in norms:
+        shapes[f"{path}/scale"] = (D,)
+        if config.norm == "layernorm":
+            shapes[f"{path}/bias"] = (D,)
+    return shapes
+
+
+@each_option
+def test_params_have_the_public_paths_and_shapes(options, x64):
+    """A leaf that is renamed, missing or too many; a second copy of the table; a bias that an option should remove."""
+    config = with_options(**options)
+    leaves = oracle.leaves(random_params(config))
+    assert {path: leaf.shape for path, leaf in leaves} == expected_shapes(config)
+    assert [path for path, _ in leaves if path.split("/")[-1] == "embedding"] == ["embed/embedding"]
+
+
 # Forward and gradients against the oracle.
 
 
@@ -518,11 +555,11 @@ def test_gradients_with_padding_are_finite_in_float32():
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("float16", 0.05), ("bfloat16", 0.4)])
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("float16", 0.025), ("bfloat16", 0.2)])
 def test_low_precision_is_finite_and_close(dtype, atol, padded):
     """A mask constant that overflows in float16; a softmax, a norm or a head in low precision.
 
-    Logits here have a standard deviation near 4. Each of some ten roundings of the stream errs by 2^-8 in bfloat16,
+    Logits here have a standard deviation near 6. Each of some ten roundings of the stream errs by 2^-8 in bfloat16,
     2^-11 in float16 and 2^-24 in float32, relative; the bounds leave a factor of 3 over the largest error seen.
     """
     config = with_options(TINY, dtype=dtype, param_dtype="float32")
@@ -535,8 +572,6 @@ def test_low_precision_is_finite_and_close(dtype, atol, padded):
     shown = np.ones((2, 8), dtype=bool) if mask is None else mask
     expected = oracle.forward(params, tokens, config, mask)
     np.testing.assert_allclose(logits[shown], expected[shown], rtol=0, atol=atol)
-    if dtype != "float32":
-        assert np.abs(logits[shown] - expected[shown]).max() > 1e-4, "the blocks seem to ignore dtype"
 
 
 def test_layer_norm_takes_off_the_mean():
@@ -557,7 +592,8 @@ def test_logits_are_float32_when_the_params_are_not(dtype):
     tokens, targets = random_batch(config, (2, 8))
     h = mg.trunk(params, mg.embed(params, tokens, config), config)
     logits = mg.unembed(params, h, config)
-    assert h.dtype == jnp.dtype(dtype) and logits.dtype == jnp.float32
+    assert h.dtype == jnp.dtype(dtype)  # the blocks do compute in it
+    assert logits.dtype == jnp.float32
     expected = np.asarray(h, np.float64) @ np.asarray(params["embed"]["embedding"], np.float64).T
     # 16 products near 1, added in float32.
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)

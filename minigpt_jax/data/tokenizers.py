@@ -115,9 +115,7 @@ class StreamDecoder:
         if self._held is not None:
             held, self._held = self._held, None
             return self._word(self._tokenizer.words[held])
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
     def _word(self, word: str) -> str:
         text, self._space = self._space + word, " "
@@ -326,10 +324,10 @@ def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
     if ids.dtype.kind not in "iu":
         raise InputTypeError(f"token ids have type {ids.dtype}; give integers in [0, {vocab_size})")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
-    require(
-        outside.size == 0,
-        f"token id {outside[:1]} is not in the vocabulary; V = {vocab_size}: ids are in [0, {vocab_size})",
-    )
+    if outside.size:
+        raise InputError(
+            f"token id {outside[0]} is not in the vocabulary; V = {vocab_size}: give ids in [0, {vocab_size})"
+        )
     return ids.tolist()
 
 

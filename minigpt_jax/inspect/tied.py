@@ -9,7 +9,7 @@ import optax
 from ..config import ModelConfig, require
 from ..data import Batch
 from ..functional import embed, trunk, unembed
-from ..losses import cross_entropy_from_logits
+from ..losses import checked_batch, cross_entropy_sum
 
 
 class TiedGradient(NamedTuple):
@@ -28,6 +28,7 @@ class TiedGradient(NamedTuple):
 def tied_gradient(params, batch: Batch, config: ModelConfig) -> TiedGradient:
     """Both parts of dL/dE and the rest of the gradient, from one forward and one backward pass. Jittable."""
     require(config.tied, "tied_gradient needs a tied model; this config says tied: false, so its tables are two leaves")
+    batch = checked_batch(batch, config)
 
     def with_table(rest, table):
         return {**rest, "embed": {"embedding": table}}
@@ -35,7 +36,7 @@ def tied_gradient(params, batch: Batch, config: ModelConfig) -> TiedGradient:
     def loss(E_lookup, E_head, rest):
         h = trunk(rest, embed(with_table(rest, E_lookup), batch.tokens, config), config)
         logits = unembed(with_table(rest, E_head), h, config)
-        return cross_entropy_from_logits(logits, jnp.asarray(batch.targets), batch.mask)
+        return cross_entropy_sum(logits, batch.targets, batch.mask).mean()
 
     E = params["embed"]["embedding"]
     rest = {name: leaf for name, leaf in params.items() if name != "embed"}
