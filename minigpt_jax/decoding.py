@@ -30,7 +30,7 @@ def keep_top_p(logits: jax.Array, p) -> jax.Array:
     ranks = _ranks(logits)
     sorted_probs = -jnp.sort(-jax.nn.softmax(logits, axis=-1), axis=-1)
     before = jnp.cumsum(sorted_probs, axis=-1) - sorted_probs  # mass of the more likely tokens
-    kept = (before < p) | (jnp.arange(logits.shape[-1]) == 0) | (p >= 1)
+    kept = (before < p) | (before == 0) | (p >= 1)
     return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
 
 
@@ -76,7 +76,7 @@ def _generate(params, prompt_BxP, length, total, key, window, vocab_limit, stop_
 
     def draw(logits_BxV, position):
         real = jnp.arange(config.vocab_size) < vocab_limit  # rows of the table that stand for no token
-        logits_BxV = filter_logits(jnp.where(real, logits_BxV, -jnp.inf), sampling)
+        logits_BxV = filter_logits(jnp.where(real[None], logits_BxV, -jnp.inf), sampling)
         return jax.random.categorical(jax.random.fold_in(key, position), logits_BxV)
 
     def more(carry):

@@ -40,6 +40,17 @@ def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
     return tokens
 
 
+def check_mask(mask, shape: tuple[int, ...]):
+    """`mask` as a bool array of `shape`, or None."""
+    if mask is None:
+        return None
+    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+    if mask.dtype != bool:
+        raise InputTypeError(f"mask is {mask.dtype}; give bool, True at real tokens")
+    require(mask.shape == shape, f"mask has shape {mask.shape}; give one bool for each token, {shape}")
+    return mask
+
+
 def check_context(length: int, config: ModelConfig) -> None:
     require(
         config.positions != "learned" or length <= config.context_len,
@@ -107,6 +118,7 @@ def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) ->
     """
     tokens = check_tokens(tokens, config)
     check_context(tokens.shape[-1], config)
+    mask = check_mask(mask, tokens.shape)
     return _apply(params, tokens, mask, dropout_key, config=config, method="__call__")
 
 
@@ -127,6 +139,7 @@ def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_re
         jnp.ndim(x) in (2, 3) and jnp.shape(x)[-1] == config.d_model,
         f"the residual stream has shape {jnp.shape(x)}; give (T, D) or (B, T, D) with D = d_model = {config.d_model}",
     )
+    mask = check_mask(mask, jnp.shape(x)[:-1])
     h, residuals, _ = _apply(params, x, mask, dropout_key, config=config, method="trunk")
     return (h, residuals) if return_residuals else h
 

@@ -39,8 +39,8 @@ def rope(x_BxTxHxK: jax.Array, positions_T: jax.Array, config: ModelConfig) -> j
     K = x_BxTxHxK.shape[-1]
     dtype = wide(x_BxTxHxK.dtype)
     frequency = np.power(config.rope_base, -np.arange(0, K, 2) / K)
-    angle_Tx1xk = (positions_T.astype(dtype)[:, None] * frequency.astype(dtype))[:, None, :]
-    cos, sin = jnp.cos(angle_Tx1xk), jnp.sin(angle_Tx1xk)
+    angle_Txk = positions_T.astype(dtype)[:, None] * frequency.astype(dtype)[None, :]
+    cos, sin = jnp.cos(angle_Txk)[None, :, None, :], jnp.sin(angle_Txk)[None, :, None, :]
     x = x_BxTxHxK.astype(dtype)
     if config.rope_pairs == "interleaved":
         a, b = x[..., 0::2], x[..., 1::2]
@@ -144,10 +144,14 @@ class Attention(nn.Module):
         q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, H // G, K)
         dtype = wide(q_BxTxHxK.dtype)
         scores_BxGxRxTxS = jnp.einsum("btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=dtype)
-        seen = seen_TxS if mask_BxS is None else seen_TxS & mask_BxS[:, None, None, None, :]
-        # Selection with a finite constant: a row that sees no key gets finite weights and no gradient, not NaN.
-        scores = jnp.where(seen, scores_BxGxRxTxS / math.sqrt(K), jnp.finfo(dtype).min)
-        weights_BxGxRxTxS = nn.softmax(scores).astype(v_BxSxGxK.dtype)
+        seen = seen_TxS[None, None, None]
+        if mask_BxS is not None:
+            seen = seen & mask_BxS[:, None, None, None, :]
+        # Selection with a finite constant: a row that sees no key gets finite weights, not NaN ...
+        weights_BxGxRxTxS = nn.softmax(jnp.where(seen, scores_BxGxRxTxS / math.sqrt(K), jnp.finfo(dtype).min))
+        if mask_BxS is not None:  # ... which are then taken away: only padding can be without a key
+            weights_BxGxRxTxS = jnp.where(seen, weights_BxGxRxTxS, 0)
+        weights_BxGxRxTxS = weights_BxGxRxTxS.astype(v_BxSxGxK.dtype)
         weights_BxGxRxTxS = self.drop(weights_BxGxRxTxS, deterministic=not self.has_rng("dropout"))
         o_BxTxGxRxK = jnp.einsum("bgrts,bsgk->btgrk", weights_BxGxRxTxS, v_BxSxGxK)
         return o_BxTxGxRxK.reshape(B, T, H, K)
@@ -254,7 +258,7 @@ class MiniGPT(nn.Module):
         """Rows of the table, plus the learned positions if any: the start of the residual stream."""
         x_BxTxD = self.embed(tokens_BxT)
         if self.config.positions == "learned":
-            x_BxTxD = x_BxTxD + self.positions(offset + jnp.arange(tokens_BxT.shape[1]))
+            x_BxTxD = x_BxTxD + self.positions(offset + jnp.arange(tokens_BxT.shape[1]))[None]
         return x_BxTxD.astype(self.config.dtype)
 
     def trunk(self, x_BxTxD, mask_BxT=None, cache=None, offset=0, window=None):

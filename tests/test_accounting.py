@@ -98,7 +98,9 @@ def test_counts_are_those_of_a_real_init(options):
     assert table.total == leaf_count(params)
     assert table.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     paths = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(params)}
-    assert {row.path: (row.shape, row.bytes) for row in table.rows} == {p: (x.shape, x.nbytes) for p, x in paths.items()}
+    assert {row.path: (row.shape, row.bytes) for row in table.rows} == {
+        p: (x.shape, x.nbytes) for p, x in paths.items()
+    }
     assert len(table.rows) == len(paths)  # none twice
 
 

@@ -104,12 +104,15 @@ def test_every_field_is_covered_here():
         strings = set(fields(cls, str))
         assert strings == {name for owner, name in LITERALS if owner is cls}
         optional = {f.name for f in dataclasses.fields(cls) if "None" in str(f.type)}
-        assert optional == {
-            ModelConfig: {"n_kv_heads", "d_ff"},
-            DataConfig: {"path"},
-            TrainConfig: {"clip_norm"},
-            Sampling: {"top_k", "top_p"},
-        }[cls]
+        assert (
+            optional
+            == {
+                ModelConfig: {"n_kv_heads", "d_ff"},
+                DataConfig: {"path"},
+                TrainConfig: {"clip_norm"},
+                Sampling: {"top_k", "top_p"},
+            }[cls]
+        )
 
 
 @pytest.mark.parametrize(("cls", "name"), LITERALS)
@@ -293,13 +296,17 @@ def test_save_and_load(config, tmp_path):
 
 def test_exponents_without_a_point_are_numbers(tmp_path):
     # YAML 1.1 reads 1e-3 as a string.
-    path = written(tmp_path, "train: {peak_lr: 1e-3, floor_lr: 1E-4, adam_eps: 1e-10, clip_norm: 5e-1}\nmodel: {norm_eps: 1e-6}")
+    path = written(
+        tmp_path, "train: {peak_lr: 1e-3, floor_lr: 1E-4, adam_eps: 1e-10, clip_norm: 5e-1}\nmodel: {norm_eps: 1e-6}"
+    )
     config = load_config(path)
     assert (config.train.peak_lr, config.train.floor_lr, config.train.clip_norm) == (1e-3, 1e-4, 0.5)
     assert config.model.norm_eps == 1e-6 and type(config.train.peak_lr) is float
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "model:\n", "model: {}\ntrain:\n", "\ufeffmodel:\n", "model:\r\n"])
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# nothing\n", "model:\n", "model: {}\ntrain:\n", "\ufeffmodel:\n", "model:\r\n"]
+)
 def test_what_is_left_out_has_its_default(text, tmp_path):
     assert load_config(written(tmp_path, text)) == Config()
 

@@ -140,7 +140,10 @@ def test_logits_loss_and_gradients(make):
     value, grads = jax.value_and_grad(mg.loss)(params, mg.Batch(ids[:, :-1], ids[:, 1:]), config)
     np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
     expected = convert({name: p.grad.numpy() for name, p in model.named_parameters()})
+    whole = np.sqrt(sum(float(np.sum(g**2)) for g in jax.tree.leaves(expected)))
     for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
-        # Relative to the leaf's norm, since single entries may cancel; float32 on both sides.
-        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-        assert error < 1e-4, f"{jax.tree_util.keystr(path)}: {error}"
+        # Of each leaf's norm, since single entries may cancel. The softmax does not feel a bias of the keys without
+        # RoPE, so that gradient is rounding noise around zero: it is held against the whole gradient's norm.
+        error = np.linalg.norm(ours - theirs)
+        bound = max(1e-4 * np.linalg.norm(theirs), 1e-6 * whole)
+        assert error < bound, f"{jax.tree_util.keystr(path)}: {error}"

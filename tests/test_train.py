@@ -20,7 +20,7 @@ from minigpt_jax import model as model_module
 from minigpt_jax import train as train_module
 from minigpt_jax.checkpoint import create_run, open_run
 from minigpt_jax.data import Windows, entropy_floor
-from minigpt_jax.train import TrainState, abstract_state, init_state, make_train_step, next_stop, train
+from minigpt_jax.train import abstract_state, init_state, make_train_step, next_stop, train
 
 VERBS = mg.DataConfig(corpus="verbs_en", tokenizer="word")
 MODEL = mg.ModelConfig(vocab_size=64, d_model=8, n_layers=1, n_heads=2, d_ff=12, context_len=20)
@@ -32,19 +32,32 @@ LOOP = mg.TrainConfig(
 
 TINY = mg.ModelConfig(vocab_size=7, d_model=4, n_layers=1, n_heads=2, d_ff=6, context_len=8)
 
-# Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-loss_and_grads = quick_jit(jax.value_and_grad(mg.loss), static_argnums=2)
+loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
+
+    The loop's program is compiled once for each config, whichever test asks first.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "compile_steps", functools.cache(train_module.compile_steps))
+        before = jax.config.read("jax_disable_most_optimizations")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def tiny_config(accumulate=1, model=TINY, **options):
     defaults = {"steps": 20, "batch_size": 8, "warmup_steps": 4, "peak_lr": 1e-2, "floor_lr": 1e-3}
+    defaults |= {"weight_decay": 0.0, "clip_norm": 1e-3}  # below every gradient's norm here
     return mg.Config(model, train=mg.TrainConfig(accumulate=accumulate, **defaults | options))
 
 
 @functools.cache
 def step_of(config):
-    return quick_jit(make_train_step(config))
+    return jax.jit(make_train_step(config))
 
 
 @functools.cache
@@ -91,7 +104,7 @@ def test_no_array_appears_twice_in_the_state():
 
 def test_metrics_are_those_of_the_batch():
     """The loss before the update, the gradient's norm before clipping, the rate of this update."""
-    config = tiny_config(clip_norm=1e-3)
+    config = tiny_config()
     mask = np.arange(6) < np.array([6, 1, 0, 3, 6, 2, 6, 5])[:, None]
     state = init_state(config)
     _, metrics = step_of(config)(state, a_batch(mask=mask))
@@ -113,7 +126,7 @@ def test_three_steps_compile_once():
         traces.append(1)
         return make_train_step(tiny_config())(state, batch)
 
-    step, state = quick_jit(counted), init_state(tiny_config())
+    step, state = jax.jit(counted), init_state(tiny_config())
     for i in range(3):
         state, _ = step(state, a_batch(seed=i))
     assert len(traces) == 1
@@ -134,7 +147,7 @@ def test_one_batch_is_learnt_by_heart():
     batch = a_batch((5, 6))
     batch.tokens[:, 0] = np.arange(5)
 
-    @quick_jit
+    @jax.jit
     def fit(state):
         return jax.lax.scan(lambda state, _: make_train_step(config)(state, batch), state, length=150)
 
@@ -176,7 +189,7 @@ def test_accumulating_equals_the_whole_batch(counts, x64):
 
 def test_a_batch_of_padding_changes_nothing_but_decay():
     """pytorch#75181: 0/0 would turn every parameter into NaN. Decay is 0 here."""
-    config = tiny_config(weight_decay=0.0)
+    config = tiny_config()
     state = init_state(config)
     after, metrics = step_of(config)(state, a_batch(mask=np.zeros((8, 6), bool)))
     assert metrics["loss"] == 0 and metrics["targets"] == 0 and metrics["grad_norm"] == 0
@@ -201,26 +214,39 @@ def test_accumulating_needs_less_memory():
     for parts in (1, 8):
         config = tiny_config(parts, model=dataclasses.replace(MODEL, context_len=32), batch_size=32)
         batch = jax.tree.map(jnp.asarray, a_batch((32, 32)))
-        compiled = quick_jit(make_train_step(config)).lower(abstract_state(config), batch).compile()
+        compiled = jax.jit(make_train_step(config)).lower(abstract_state(config), batch).compile()
         sizes[parts] = compiled.memory_analysis().temp_size_in_bytes
     # The activations fall eightfold, what is left is gradients; half would already be a wrapper's undoing.
     assert sizes[8] < sizes[1] / 3
 
 
-def test_gradients_of_half_precision_params_add_up_in_float32():
-    """mxnet#17703: 64 times a small gradient, each rounded to bfloat16's 8 bits, stops growing."""
+def test_micro_batches_of_half_precision_params_add_up_in_float32():
+    """mxnet#17703: 64 times the same gradient, in bfloat16's 8 bits, stops growing at about 256 times its last bit.
+
+    64 equal rows of which the parts have one each: the mean gradient is that of one row.
+    """
     model = dataclasses.replace(TINY, param_dtype="bfloat16")
-    # 64 equal rows: the mean gradient is that of one row, whatever the number of parts.
-    batch = jax.tree.map(lambda x: np.repeat(x[:1], 64, axis=0), a_batch())
-    state = init_state(tiny_config(model=model, batch_size=64, clip_norm=None))
-    moments = {}
+    moments = []
     for parts in (1, 64):
-        after, _ = step_of(tiny_config(parts, model, batch_size=64, clip_norm=None))(state, batch)
-        moments[parts] = optax.tree.get(after.opt_state, "mu")
-    for one, many in zip(*(jax.tree.leaves(moments[parts]) for parts in (1, 64)), strict=True):
+        config = tiny_config(parts, model, batch_size=parts, clip_norm=None)
+        batch = jax.tree.map(lambda x: np.repeat(x[:1], parts, axis=0), a_batch())  # noqa: B023
+        after, _ = step_of(config)(init_state(config), batch)
+        moments.append(optax.tree.get(after.opt_state, "mu"))
+    for one, many in zip(*map(jax.tree.leaves, moments), strict=True):
         one, many = np.asarray(one, np.float64), np.asarray(many, np.float64)
-        # Each is rounded to bfloat16 a few times on its way; a stuck sum would be far smaller, not 2 % off.
-        np.testing.assert_allclose(many, one, rtol=0, atol=0.02 * np.abs(one).max())
+        # A last rounding to bfloat16 on each side.
+        np.testing.assert_allclose(many, one, rtol=2.0**-7, atol=2.0**-12 * np.abs(one).max())
+
+
+@pytest.mark.xfail(strict=True, reason="the lookup's scatter-add runs in param_dtype")
+def test_a_token_that_repeats_keeps_its_gradient_in_half_precision():
+    """mxnet#17703: 4,096 times 0.01, added one by one in bfloat16, stops at 4."""
+    config = dataclasses.replace(TINY, param_dtype="bfloat16")
+    tokens = np.zeros((1, 4096), np.int32)
+    params = mg.init(config, jax.random.key(0))
+    grads = jax.grad(lambda params: jnp.sum(mg.embed(params, tokens, config)) * 0.01)(params)
+    # 0.01 and the sum are rounded to bfloat16: 2^-8 each.
+    np.testing.assert_allclose(np.asarray(grads["embed"]["embedding"], np.float32)[0], 40.96, rtol=2.0**-7)
 
 
 # Dropout.
@@ -273,7 +299,7 @@ def test_evaluation_has_no_dropout():
 # Evaluation.
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("batch_size", [4, 100])
 def test_evaluation_is_the_mean_over_every_token(batch_size):
     """53 tokens in windows of 8: six whole ones and one of 4 targets, whatever the batch size. Float64, one by one."""
     params = jax.tree.map(lambda leaf: leaf * 5, init_state(tiny_config()).params)
@@ -348,8 +374,7 @@ def unbroken(name):
         logger.propagate = propagate
 
 
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("stop_at", [5, 2])
+@pytest.mark.parametrize(("name", "stop_at"), [("plain", 5), ("plain", 2), ("dropout_and_accumulate", 5)])
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(name, stop_at, tmp_path):
     """nanoGPT#467, optax#1036: data order, step, schedule, moments or dropout keys start over at a resume.
 
@@ -411,7 +436,7 @@ def test_the_loop_takes_the_same_steps_as_the_plain_step():
     config = LOOPS["plain"]
     records, final, _ = unbroken("plain")
     state, losses = init_state(config), []
-    step = quick_jit(make_train_step(config))
+    step = jax.jit(make_train_step(config))
     for i in range(10):
         state, metrics = step(state, verbs().train.batch(LOOP.seed, i, LOOP.batch_size))
         losses.append(float(metrics["loss"]))
@@ -436,19 +461,32 @@ def test_next_stop_depends_on_the_step_alone(seed):
             assert next_stop(step, config) - step <= call
 
 
-def test_samples_come_when_they_are_due():
-    config = dataclasses.replace(LOOPS["plain"], train=dataclasses.replace(LOOP, steps=4, sample_every=2, eval_every=0))
-    seen = []
+def pretend_to_train(monkeypatch, losses):
+    """A compiled call that takes the steps but computes nothing: `losses` by step, and a table that counts them."""
 
-    def sample(params, step):
-        seen.append(np.asarray(params["embed"]["embedding"]).copy())
-        return f"text {step}"
+    def run(state, batches, n):
+        step = int(state.step)
+        K = len(batches.tokens)
+        some = {name: np.zeros(K, np.float32) for name in ("lr", "grad_norm", "targets")}
+        metrics = some | {"loss": np.array([losses(step + i + 1) if i < n else 0 for i in range(K)])}
+        params = {"embed": {"embedding": np.full((2, 2), step + n)}}
+        return state._replace(step=np.int32(step + n), params=params), metrics
 
-    records = list(train(config, verbs(), init_state(config), sample=sample))
-    samples = [record for record in records if record["kind"] == "sample"]
-    assert samples == [{"kind": "sample", "step": t, "text": f"text {t}"} for t in (2, 4)]
-    assert not np.array_equal(*seen)
-    assert [record["step"] for record in records if record["kind"] == "eval"] == [4]
+    monkeypatch.setattr(train_module, "compile_steps", lambda config: run)
+
+
+def test_samples_come_when_they_are_due(monkeypatch):
+    """From the parameters of that very step, and whatever the other periods are."""
+    pretend_to_train(monkeypatch, lambda step: 1.0)
+    loop = dataclasses.replace(LOOP, steps=7, sample_every=2, eval_every=0)
+    config = dataclasses.replace(LOOPS["plain"], train=loop)
+    dataset = dataclasses.replace(verbs(), val=None)
+    stream = train(
+        config, dataset, init_state(config), sample=lambda params, step: (step, params["embed"]["embedding"])
+    )
+    texts = [record["text"] for record in stream if record["kind"] == "sample"]
+    assert [step for step, _ in texts] == [2, 4, 6]
+    assert all((table == step).all() for step, table in texts)
 
 
 def test_a_run_that_is_done_does_nothing():
@@ -457,13 +495,18 @@ def test_a_run_that_is_done_does_nothing():
     assert list(train(config, verbs(), state)) == []
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_unsaved():
-    """Training on with NaN would overwrite the last good checkpoint."""
-    config = dataclasses.replace(LOOPS["plain"], train=dataclasses.replace(LOOP, peak_lr=1e30, floor_lr=1e30))
-    saved, records = [], []
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [1, 5, 10])
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved(at, bad, monkeypatch):
+    """Training on with NaN would overwrite the last good checkpoint; also in the middle or at the end of a call."""
+    pretend_to_train(monkeypatch, lambda step: bad if step == at else 1.0)
+    config, saved, records = LOOPS["plain"], [], []
     with pytest.raises(mg.InputError, match=r"not finite at step \d+; lower train.peak_lr") as caught:
-        records.extend(train(config, verbs(), init_state(config), saved.append))
-    assert "\n" not in str(caught.value) and not saved
+        for record in train(config, dataclasses.replace(verbs(), val=None), init_state(config), saved.append):
+            records.append(record)
+    assert "\n" not in str(caught.value)
+    assert [int(state.step) for state in saved] == [step for step in (5, 10) if step < at]
+    assert at in [record["step"] for record in records], "the record that shows it is not shown"
 
 
 def test_the_compiled_loop_moves_nothing_between_host_and_device():
@@ -485,11 +528,12 @@ def test_the_compiled_loop_moves_nothing_between_host_and_device():
 
 def floor_losses():
     """Loss over exactly the training rows, along a training that could learn them by heart."""
-    model = mg.ModelConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2, d_ff=64, context_len=18)
-    config = mg.Config(model, VERBS, mg.TrainConfig(
-        steps=240, batch_size=48, peak_lr=2e-2, floor_lr=2e-3, warmup_steps=10, weight_decay=0.0, eval_every=0,
+    model = mg.ModelConfig(vocab_size=64, d_model=48, n_layers=1, n_heads=2, d_ff=96, context_len=18)
+    training = mg.TrainConfig(
+        steps=240, batch_size=48, peak_lr=5e-3, floor_lr=5e-4, warmup_steps=10, weight_decay=0.0, eval_every=0,
         checkpoint_every=80, steps_per_call=40,
-    ))  # fmt: skip
+    )  # fmt: skip
+    config = mg.Config(model, VERBS, training)
     dataset = mg.load_dataset(VERBS, 18)
     dataset = dataclasses.replace(dataset, val=None)
     losses = []
@@ -499,9 +543,8 @@ def floor_losses():
     )  # fmt: skip
     for _ in stream:
         pass
-    return losses, entropy_floor(
-        [row[: count + 1] for row, count in zip(dataset.train._tokens, dataset.train._counts, strict=True)]
-    )
+    rows = [row[: count + 1] for row, count in zip(dataset.train._tokens, dataset.train._counts, strict=True)]
+    return losses, entropy_floor(rows)
 
 
 def test_no_causal_model_goes_below_the_entropy_of_its_text():
@@ -511,11 +554,12 @@ def test_no_causal_model_goes_below_the_entropy_of_its_text():
     """
     losses, floor = floor_losses()
     assert min(losses) > floor - 1e-4  # float32 means of 2,500 tokens
-    assert losses[-1] < floor + 0.1, "too far above the floor to mean anything"
+    assert losses[-1] < floor + 0.3, "too far above the floor to mean anything"
 
 
 def test_a_model_that_sees_the_next_token_goes_below_the_entropy(monkeypatch):
     jax.clear_caches()
+    train_module.compile_steps.cache_clear()
     monkeypatch.setattr(
         model_module, "visible", lambda queries, keys, window=None: jnp.ones((len(queries), len(keys)), bool)
     )
@@ -523,4 +567,5 @@ def test_a_model_that_sees_the_next_token_goes_below_the_entropy(monkeypatch):
         losses, floor = floor_losses()
     finally:
         jax.clear_caches()  # else programs without a mask would serve later tests
+        train_module.compile_steps.cache_clear()
     assert losses[-1] < floor - 0.1

@@ -1,5 +1,6 @@
 """From text to batches. A batch is a pure function of (seed, step), so a run resumes without any loader state."""
 
+import abc
 import codecs
 import dataclasses
 import hashlib
@@ -151,22 +152,22 @@ def _recut(pieces: Iterable[str]) -> Iterator[str]:
 # Sources of batches
 
 
-class Source:
+class Source(abc.ABC):
     """Examples in a random order without replacement, epoch after epoch; and all of them in order, for evaluation."""
 
     length: int
     _masked: bool
 
+    @abc.abstractmethod
     def __len__(self) -> int:
         """Examples per epoch."""
-        raise NotImplementedError
 
     def _phase(self, random: np.random.Generator) -> int:
         return 0
 
+    @abc.abstractmethod
     def _example(self, index: np.ndarray, phase: int) -> tuple[np.ndarray, np.ndarray]:
         """(B,) indices to (B, T+1) tokens and (B,) numbers of targets that count."""
-        raise NotImplementedError
 
     def _eval_len(self) -> int:
         return len(self)

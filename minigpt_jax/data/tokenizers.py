@@ -3,6 +3,7 @@
 Ids are int32 in [0, V). `decode` takes any sequence of ints, a NumPy or JAX array included.
 """
 
+import abc
 import codecs
 import contextlib
 import functools
@@ -47,8 +48,8 @@ def replacing(path: str | Path) -> Iterator[Any]:
             temporary.unlink()
 
 
-class Tokenizer:
-    """What all tokenizers share. Subclasses give `kind`, `vocab_size`, `encode`, `to_dict` and `_pieces`."""
+class Tokenizer(abc.ABC):
+    """What all tokenizers share. Subclasses give `kind`, `vocab_size`, `encode`, `to_dict` and `_piece`."""
 
     kind: str
     vocab_size: int
@@ -56,15 +57,17 @@ class Tokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
 
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        raise NotImplementedError
+        """Token ids (n,), int32."""
 
+    @abc.abstractmethod
     def to_dict(self) -> dict:
-        raise NotImplementedError
+        """What `tokenizer_from_dict` needs to make it again, JSON-able, with its "kind"."""
 
     def _piece(self, token: int) -> bytes:
-        """The token's text as UTF-8, or a part of it."""
-        raise NotImplementedError
+        """The token's text as UTF-8, or a part of it; word tokenizers join whole words instead."""
+        return b""
 
     def decode(self, ids) -> str:
         """The text of `ids`, flattened. Bytes that are not UTF-8 become U+FFFD. Refuses ids outside [0, V)."""
