@@ -235,14 +235,16 @@ def test_abstract_init_has_the_structure_of_init(config):
 
 def test_init_gives_the_same_bits_inside_transformations():
     """Under jit and vmap the draw is called back from the compiled program."""
-    keys = jax.random.split(jax.random.key(7), 3)
-    expected = [mg.init(TINY, key) for key in keys]
-    jax.tree.map(np.testing.assert_array_equal, quick_jit(functools.partial(mg.init, TINY))(keys[1]), expected[1])
-    mapped = jax.vmap(functools.partial(mg.init, TINY))(keys)
+    with jax.debug_key_reuse(False):  # the same keys again are the point here
+        keys = jax.random.split(jax.random.key(7), 3)
+        expected = [mg.init(TINY, key) for key in keys]
+        jitted = quick_jit(functools.partial(mg.init, TINY))(keys[1])
+        mapped = jax.vmap(functools.partial(mg.init, TINY))(keys)
+        raw = mg.init(TINY, jax.random.key_data(keys[1]))
+    jax.tree.map(np.testing.assert_array_equal, jitted, expected[1])
     jax.tree.map(np.testing.assert_array_equal, mapped, jax.tree.map(lambda *x: np.stack(x), *expected))
-    # Two keys, two tables; a raw key is the typed one.
+    jax.tree.map(np.testing.assert_array_equal, raw, expected[1])
     assert not np.array_equal(expected[0]["embed"]["embedding"], expected[1]["embed"]["embedding"])
-    jax.tree.map(np.testing.assert_array_equal, mg.init(TINY, jax.random.key_data(keys[1])), expected[1])
 
 
 # One gradient.

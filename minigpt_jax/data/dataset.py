@@ -387,7 +387,7 @@ def _load_verbs(data: DataConfig, context_len: int, tokenizer: Tokenizer | None)
         val=Rows(val, context_len, tokenizer.pad_id),
         text_sha256=hashlib.sha256("\n".join(texts[0] + texts[1]).encode()).hexdigest(),
         tokens_per_char=None,
-        notes=[f"validation is the held-out verbs {', '.join(verbs.HELD_OUT)}"],
+        notes=[f"held out is the 'going to' future of {', '.join(verbs.HELD_OUT)}; their other forms are trained on"],
         train_tokens=sum(map(len, train)),
         val_tokens=sum(map(len, val)),
     )

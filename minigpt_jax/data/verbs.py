@@ -11,8 +11,9 @@ model's mistakes can be read and probed.
 **Spanish** adds its word forms whole, and ``es:``, ``en:``, ``/``: 272 ids, below 512. A spelling that both languages
 share (he, come, has) is one id.
 
-**Held out** for validation, with every tense and person: walk and finish (regular), see and write (irregular). None is
-an auxiliary, and their Spanish (caminar, terminar, ver, escribir) belongs to no other verb; watch and look share mirar.
+**Held out** for validation: the "going to" future of eight verbs, all persons, stratified by (verb, tense) as one of the
+course's two splits is. Its other split holds out four verbs whole, which says something of a model that reads letters
+or stems; here a word is a token, and a row of the table that training never reads can't be right.
 """
 
 import collections
@@ -39,7 +40,8 @@ IRREGULAR = {
 VERBS = (*REGULAR, *IRREGULAR)
 TENSES = ("infinitive", "present_simple", "past_simple", "past_participle", "future_will", "future_going_to")
 PERSONS = ("1sg", "2sg", "3sg")
-HELD_OUT = ("walk", "finish", "see", "write")
+HELD_OUT = ("walk", "talk", "finish", "start", "see", "come", "eat", "write")
+HELD_OUT_TENSE = "future_going_to"
 
 # Infinitive; present, preterite; participle; future stem. Regular ones by their ending.
 SPANISH = {
@@ -89,10 +91,15 @@ def sentences(seed: int = 0, spanish: bool = False) -> list[str]:
 
 
 def split(seed: int = 0, spanish: bool = False) -> tuple[list[str], list[str]]:
-    """(train, validation) sentences. Validation is the four `HELD_OUT` verbs; no verb is on both sides."""
+    """(train, validation) sentences. Validation is `HELD_OUT_TENSE` of the `HELD_OUT` verbs: combinations that training
+    lacks, of words that it has."""
     examples = _shuffled(seed, spanish)
-    train = [text for lemma, text in examples if lemma not in HELD_OUT]
-    return train, [text for lemma, text in examples if lemma in HELD_OUT]
+    train = [text for cell, text in examples if not _held_out(cell)]
+    return train, [text for cell, text in examples if _held_out(cell)]
+
+
+def _held_out(cell: Cell) -> bool:
+    return cell.lemma in HELD_OUT and cell.tense == HELD_OUT_TENSE
 
 
 def word_tokenizer(spanish: bool = False) -> WordTokenizer:
@@ -123,16 +130,16 @@ def entropy_floor(rows: Sequence[Sequence[int]]) -> float:
     return nats / max(1, prefixes.total())
 
 
-def _shuffled(seed: int, spanish: bool) -> list[tuple[str, str]]:
+def _shuffled(seed: int, spanish: bool) -> list[tuple[Cell, str]]:
     grid = cells()
     if spanish:
-        pairs = [(c.lemma, f"es: {c.spanish}", f"en: {c.english}") for c in grid]
-        examples = [(lemma, f"{a} / {b}") for lemma, x, y in pairs for a, b in ((x, y), (y, x))]
+        pairs = [(c, f"es: {c.spanish}", f"en: {c.english}") for c in grid]
+        examples = [(c, f"{a} / {b}") for c, x, y in pairs for a, b in ((x, y), (y, x))]
     else:
         drills = [grid[i : i + 3] for i in range(0, len(grid), 3) if grid[i].tense != "infinitive"]
-        examples = [(c.lemma, c.english) for c in grid]
-        examples += [(drill[0].lemma, " , ".join(c.english for c in drill)) for drill in drills]
-    examples = list(dict.fromkeys(examples))
+        examples = [(c, c.english) for c in grid]
+        examples += [(drill[0], " , ".join(c.english for c in drill)) for drill in drills]
+    examples = list({text: (cell, text) for cell, text in examples}.values())
     order = np.random.Generator(np.random.Philox(np.random.SeedSequence((0x7E5B, seed)))).permutation(len(examples))
     return [examples[i] for i in order]
 
