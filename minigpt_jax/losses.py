@@ -28,7 +28,8 @@ def cross_entropy_sum(logits: jax.Array, targets: jax.Array, mask: jax.Array | N
     """Sum over targets of logsumexp(logits) - logits[target], and their number; arguments as for the mean below."""
     logits = logits.astype(wide(logits.dtype))
     # The target's logit by selection, not by gather: its gradient fuses with the softmax instead of being a scatter.
-    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    chosen = ids == targets[..., None].astype(jnp.int32)
     nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
     if mask is None:
         return LossSum(jnp.sum(nll), jnp.asarray(nll.size, nll.dtype))

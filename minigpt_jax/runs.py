@@ -129,11 +129,8 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
         )
         dataset = load_dataset(config.data, config.model.context_len, run.tokenizer)
         run = dataclasses.replace(run, config=config)
-        state = run.load_state(dataset.text_sha256)
-        step = int(state.step)
-        run.start(step)
-        console.print(f"going on with {source} at step {step} of {config.train.steps}")
-        notes = []
+        state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
+        step, notes = int(state.step), []
     else:
         dataset = load_dataset(config.data, config.model.context_len)
         config, notes = fit_vocabulary(config, dataset)
@@ -142,6 +139,9 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
     if step >= config.train.steps:
         console.print(f"already trained to step {step}; for more: minigpt train {run.path} --train.steps {2 * step}")
         return run
+    if resuming:
+        run.start(step)
+        console.print(f"going on with {source} at step {step} of {config.train.steps}")
 
     per, table = unit(dataset), param_table(config.model)
     console.print(f"run directory {run.path}")

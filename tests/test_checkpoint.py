@@ -247,39 +247,28 @@ def report_damage(saved, scratch):
     print(json.dumps(report))
 
 
-@pytest.fixture(scope="module")
-def damage_report(saved, tmp_path_factory):
-    code = "import sys, test_checkpoint; test_checkpoint.report_damage(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, saved, tmp_path_factory.mktemp("damaged")]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
-    return json.loads(result.stdout), result.stderr.splitlines()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "cut_by_a_byte",
-        pytest.param("deleted", marks=pytest.mark.xfail(strict=True, reason="AttributeError, Exception")),
-        pytest.param("a_byte_changed", marks=pytest.mark.xfail(strict=True, reason="no checksums: wrong numbers")),
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over(damage, damage_report):
+@pytest.mark.xfail(strict=True, reason="uncaught exceptions, no checksums, and tracebacks from tensorstore's threads")
+def test_a_damaged_checkpoint_is_passed_over(saved, tmp_path):
     """metaseq#53, allennlp#2129: a broken last checkpoint, and resume fails.
 
-    Whatever file it is: the exact state of step 20, where the file does not matter, or else the exact one of step 10.
+    Whatever file it is: the exact state of step 20, where the file does not matter, or else the exact one of step 10
+    and one line that says so. Never other numbers, never a traceback.
     """
-    report, _ = damage_report
-    assert len(report[damage]) > 10
-    assert {file: outcome for file, outcome in report[damage].items() if outcome not in (10, 20)} == {}
-    assert 10 in report[damage].values(), "no damage at all was noticed"
-
-
-@pytest.mark.xfail(strict=True, reason="tensorstore's threads print tracebacks, absl its own errors")
-def test_each_damaged_checkpoint_is_reported_in_one_line(damage_report):
-    report, errors = damage_report
-    passed_over = sum(outcome == 10 for outcomes in report.values() for outcome in outcomes.values())
-    assert [line for line in errors if "checkpoints/20 can't be read" not in line] == []
-    assert len(errors) == passed_over
+    code = "import sys, test_checkpoint; test_checkpoint.report_damage(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, saved, tmp_path]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
+    outcomes = {
+        f"{damage}: {file}": outcome
+        for damage, files in json.loads(result.stdout).items()
+        for file, outcome in files.items()
+    }
+    assert len(outcomes) > 10 * len(DAMAGES)
+    assert {name: outcome for name, outcome in outcomes.items() if outcome not in (10, 20)} == {}
+    passed_over = list(outcomes.values()).count(10)
+    assert passed_over > len(DAMAGES), "no damage was noticed"
+    messages = result.stderr.splitlines()
+    assert [line for line in messages if "checkpoints/20 can't be read" not in line] == []
+    assert len(messages) == passed_over
 
 
 def test_a_checkpoint_without_its_folder_of_parameters_is_passed_over(copied, capfd):

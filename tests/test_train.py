@@ -86,14 +86,18 @@ def x64():
 
 
 def test_the_step_leaves_its_argument_usable():
-    """elegy#226, jax#9237: a step that donates its state leaves deleted arrays behind. Ours is pure."""
+    """elegy#226, jax#9237: a step that donates its state leaves deleted arrays behind. Ours is pure, jitted or not."""
     state = init_state(tiny_config())
     before = jax.device_get(state)
-    after, _ = step_of(tiny_config())(state, a_batch())
+    plain, _ = make_train_step(tiny_config())(state, a_batch())
     assert_equal(state, before)
+    jitted, _ = step_of(tiny_config())(state, a_batch())
     again, _ = step_of(tiny_config())(state, a_batch())
-    assert_equal(after, again)
-    assert int(after.step) == 1 and np.any(after.params["embed"]["embedding"] != state.params["embed"]["embedding"])
+    assert_equal(state, before)
+    assert_equal(jitted, again)
+    # Op by op or fused: float32, and Adam's first step is the sign of a gradient, where that is not near zero.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), plain, jitted)
+    assert int(plain.step) == 1 and np.any(plain.params["embed"]["embedding"] != state.params["embed"]["embedding"])
 
 
 def test_no_array_appears_twice_in_the_state():
@@ -318,9 +322,9 @@ def test_evaluation_of_rows_leaves_padding_out():
     params = mg.init(MODEL, jax.random.key(0))
     result = mg.evaluate(params, verbs().val, MODEL, 32)
     batches = list(verbs().val.eval_batches(1))
-    assert len(batches) == 84
+    assert len(batches) == len(verbs().val)
     totals = [oracle.loss(params, *batch[:2], MODEL, batch.mask) * batch.mask.sum() for batch in batches]
-    assert result.count == sum(batch.mask.sum() for batch in batches) == verbs().val_tokens - 84
+    assert result.count == sum(batch.mask.sum() for batch in batches) == verbs().val_tokens - len(verbs().val)
     np.testing.assert_allclose(result.total, sum(totals), rtol=1e-5)  # float32 against float64
 
 
