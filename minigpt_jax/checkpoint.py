@@ -6,15 +6,18 @@
     loss.png         the same as a picture
     checkpoints/N/   orbax, after N updates: params, opt_state, meta (step, config, tokenizer and data hashes)
 
-orbax writes a checkpoint under a temporary name and renames it, so a killed save leaves the one before in place.
+orbax writes a checkpoint under a temporary name and renames it, so a killed save leaves the one before in place. Beside
+its files lie their SHA-256 sums: a checkpoint that has changed since is passed over, never read as if it were right.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -27,7 +30,9 @@ from .optimizer import leaf_paths
 from .train import TrainState, abstract_state
 
 # orbax and absl log each save at length; what matters reaches the user as errors.
-logging.getLogger("absl").setLevel(logging.ERROR)
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+SUMS = "sha256.json"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,6 +40,17 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each of the folder's files, but for the list itself."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
+    return {str(path.relative_to(folder)): _sha256(path) for path in files}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tree_differences(expected, stored, limit: int = 5) -> list[str]:
@@ -97,6 +113,23 @@ class Run:
                     meta=ocp.args.JsonSave(meta),
                 ),
             )
+        folder = self._checkpoint(step)
+        write_atomically(folder / SUMS, json.dumps(_sums(folder)))
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / str(step)
+
+    def _damage(self, step: int) -> str | None:
+        """What has changed in the checkpoint's files since they were saved, or None."""
+        folder = self._checkpoint(step)
+        if not (folder / SUMS).exists():  # killed between orbax's rename and ours: whole, by orbax's own promise
+            return None
+        try:
+            expected, found = json.loads((folder / SUMS).read_text(encoding="utf-8")), _sums(folder)
+            changed = sorted(name for name, digest in expected.items() if found.get(name) != digest)
+        except (OSError, ValueError, AttributeError):
+            changed = [SUMS]
+        return f"{changed[0]} is damaged" if changed else None
 
     def _restore(self, step: int, **abstract):
         """The named items of one checkpoint, and its meta; `InputError` where they do not fit the config."""
@@ -112,21 +145,18 @@ class Run:
                 meta["tokenizer"] == self.tokenizer.fingerprint,
                 f"{self.path}/tokenizer.json is not the one that checkpoint {step} was trained with; put that one back",
             )
-            args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever devices it was saved on
+            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
+            args = {name: ocp.args.StandardRestore(tree) for name, tree in placed.items()}
             return manager.restore(step, args=ocp.args.Composite(**args)), meta
 
     def _newest(self, **abstract):
-        """As `_restore`, for the newest checkpoint that can be read; says on stderr which ones can't."""
+        """As `_restore`, for the newest checkpoint that is whole; says on stderr which ones are not."""
         for step in reversed(self.steps()):
-            try:
+            damage = self._damage(step)
+            if damage is None:
                 return self._restore(step, **abstract)
-            except InputError:
-                raise
-            except (ValueError, OSError, KeyError) as error:  # what orbax and tensorstore raise for a damaged file
-                reason = str(error).split("\n")[0][:100]
-                print(
-                    f"{self.path}/checkpoints/{step} can't be read ({reason}); trying the one before", file=sys.stderr
-                )
+            print(f"{self._checkpoint(step)} can't be read ({damage}); trying the one before", file=sys.stderr)
         raise InputError(f"{self.path} has no readable checkpoint; train it first: minigpt train CONFIG")
 
     def load_params(self) -> tuple[dict, int]:
@@ -147,8 +177,11 @@ class Run:
         return TrainState(step, restored.params, restored.opt_state)
 
     def start(self, step: int) -> None:
-        """Go on from `step`: save the config, and drop the records after it (and a line that a kill cut short)."""
+        """Go on from `step`: save the config, set damaged later checkpoints aside, and drop the records after `step`
+        (and a line that a kill cut short): those steps will run again."""
         save_config(self.config, self.path / "config.yaml")
+        for later in (n for n in self.steps() if n > step):
+            self._checkpoint(later).rename(self.path / f"damaged-{later}-{time.time_ns()}")
         path = self.path / "metrics.jsonl"
         if path.is_file():
             kept = [record for record in self.metrics() if record["step"] <= step]

@@ -250,8 +250,9 @@ class TrainConfig(_Checked):
 
     def check(self) -> None:
         self._at_least(1, "steps", "batch_size", "accumulate", "steps_per_call", "eval_windows", "keep_checkpoints")
-        self._at_least(0, "warmup_steps", "eval_every", "checkpoint_every", "sample_every", "weight_decay", "seed")
+        self._at_least(0, "warmup_steps", "eval_every", "checkpoint_every", "sample_every", "weight_decay")
         self._within(0, 1, "beta1", "beta2")
+        self._within(0, 2**32, "seed")
         require(self.peak_lr > 0, f"TrainConfig.peak_lr is {self.peak_lr}; it must be above 0")
         require(
             0 <= self.floor_lr <= self.peak_lr,

@@ -14,30 +14,41 @@ from .config import InputError, InputTypeError, ModelConfig, require
 from .model import MiniGPT, initial_std
 
 
-def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
-    """`tokens` as an array; raises unless they are integers of shape (T,) or (B, T) within [0, V).
-
-    Traced values have their shape and dtype checked, and their ids unseen.
-    """
-    if not hasattr(tokens, "dtype"):
+def check_ids(ids, vocab_size: int, name: str):
+    """`ids` as an array; raises unless they are integers within [0, vocab_size). Traced ids pass unseen."""
+    if not hasattr(ids, "dtype"):
         try:
-            tokens = np.asarray(tokens)
+            ids = np.asarray(ids)
         except ValueError:
             raise InputError(f"{name} are rows of different lengths; pad them, or give one at a time") from None
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise InputTypeError(f"{name} are {tokens.dtype}; give integer token ids (int32)")
-    if tokens.ndim not in (1, 2) or 0 in tokens.shape:
-        raise InputError(f"{name} have shape {tokens.shape}; give (T,) or (B, T) with at least one token")
-    if not isinstance(tokens, jax.core.Tracer):
-        ids = np.asarray(tokens)
-        bad = (ids < 0) | (ids >= config.vocab_size)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputTypeError(f"{name} are {ids.dtype}; give integer token ids (int32)")
+    if not isinstance(ids, jax.core.Tracer):
+        values = np.asarray(ids)
+        bad = (values < 0) | (values >= vocab_size)
         if bad.any():
             at = tuple(np.argwhere(bad)[0].tolist())
             raise InputError(
-                f"{name}{list(at)} is {ids[at]}; ids must be in [0, {config.vocab_size}), the rows of the table: "
-                "check the tokenizer, or leave targets out by Batch.mask instead of a negative id"
+                f"{name}{list(at)} is {values[at]}; ids must be in [0, {vocab_size}), the rows of the table: "
+                "check the tokenizer, or leave targets out by a mask instead of a negative id"
             )
+    return ids
+
+
+def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
+    """`tokens` as an array; raises unless they are integers of shape (T,) or (B, T) within [0, V)."""
+    tokens = check_ids(tokens, config.vocab_size, name)
+    if tokens.ndim not in (1, 2) or 0 in tokens.shape:
+        raise InputError(f"{name} have shape {tokens.shape}; give (T,) or (B, T) with at least one token")
     return tokens
+
+
+def check_head(params, config: ModelConfig) -> None:
+    require(
+        ("head" in params) != config.tied,
+        f"the config says tied: {str(config.tied).lower()}, and the params have {'a' if 'head' in params else 'no'} "
+        "head of their own; use the config that they were made with",
+    )
 
 
 def check_mask(mask, shape: tuple[int, ...]):
@@ -118,6 +129,7 @@ def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) ->
     """
     tokens = check_tokens(tokens, config)
     check_context(tokens.shape[-1], config)
+    check_head(params, config)
     mask = check_mask(mask, tokens.shape)
     return _apply(params, tokens, mask, dropout_key, config=config, method="__call__")
 
@@ -146,4 +158,5 @@ def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_re
 
 def unembed(params, h, config: ModelConfig) -> jax.Array:
     """Logits of normed hidden states, (..., T, D) -> (..., T, V): `h @ E.T` with the lookup's own E when tied."""
+    check_head(params, config)
     return _apply(params, h, None, None, config=config, method="unembed")

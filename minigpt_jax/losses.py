@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .config import ModelConfig, require
 from .data import Batch
-from .functional import check_tokens, forward
+from .functional import check_ids, check_mask, check_tokens, forward
 from .model import wide
 
 
@@ -42,20 +42,22 @@ def cross_entropy_from_logits(logits: jax.Array, targets: jax.Array, mask: jax.A
     `logits` (..., V), `targets` (...) integer ids, `mask` (...) bool with True where a target counts. The log-sum-exp
     is fused with the choice of the target, so logits of +-1000 are safe. No valid target gives 0 and zero gradients.
     """
+    logits = jnp.asarray(logits)
+    targets = jnp.asarray(check_ids(targets, logits.shape[-1], "targets"))
     require(
-        targets.shape == logits.shape[:-1] and (mask is None or mask.shape == targets.shape),
-        f"logits {logits.shape}, targets {targets.shape} and mask {None if mask is None else mask.shape} do not match; "
-        "give (..., V), (...) and (...)",
+        targets.shape == logits.shape[:-1],
+        f"logits have shape {logits.shape} and targets {targets.shape}; give (..., V) and (...)",
     )
-    return cross_entropy_sum(logits, targets, mask).mean()
+    return cross_entropy_sum(logits, targets, check_mask(mask, targets.shape)).mean()
 
 
 def checked_batch(batch: Batch, config: ModelConfig) -> Batch:
     """The batch as arrays of one shape; `InputError` for ids outside [0, V) or shapes that differ."""
     tokens, targets = check_tokens(batch.tokens, config), check_tokens(batch.targets, config, "targets")
-    mask = None if batch.mask is None else jnp.asarray(batch.mask)
-    shapes = [x.shape for x in (tokens, targets, mask) if x is not None]
-    require(len(set(shapes)) == 1, f"tokens, targets and mask of the batch have shapes {shapes}; give one shape")
+    mask = check_mask(batch.mask, tokens.shape)
+    require(
+        targets.shape == tokens.shape, f"targets have shape {targets.shape} and tokens {tokens.shape}; give one shape"
+    )
     return Batch(tokens, jnp.asarray(targets), mask)
 
 

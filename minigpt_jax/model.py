@@ -211,7 +211,7 @@ class Positions(nn.Module):
     def __call__(self, positions_T):
         c = self.config
         table = self.param("table", _initializer("table", c), (c.context_len, c.d_model), jnp.dtype(c.param_dtype))
-        return jnp.take(table, positions_T, axis=0)
+        return jnp.take(table.astype(wide(table.dtype)), positions_T, axis=0)
 
 
 class Head(nn.Module):
@@ -238,6 +238,7 @@ class MiniGPT(nn.Module):
         self.embed = nn.Embed(
             c.vocab_size,
             c.d_model,
+            dtype=wide(c.param_dtype),  # so that the gradients of a row's many uses are summed in float32
             param_dtype=c.param_dtype,
             embedding_init=_initializer("embedding", c),
         )

@@ -247,7 +247,6 @@ def report_damage(saved, scratch):
     print(json.dumps(report))
 
 
-@pytest.mark.xfail(strict=True, reason="uncaught exceptions, no checksums, and tracebacks from tensorstore's threads")
 def test_a_damaged_checkpoint_is_passed_over(saved, tmp_path):
     """metaseq#53, allennlp#2129: a broken last checkpoint, and resume fails.
 
@@ -277,7 +276,6 @@ def test_a_checkpoint_without_its_folder_of_parameters_is_passed_over(copied, ca
     assert "checkpoints/20 can't be read" in capfd.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="orbax takes no step below its newest, damaged or not, and says nothing")
 def test_training_goes_on_saving_after_a_fallback(copied):
     """The damaged checkpoint of step 20 must not stand in for the new one, nor keep step 15 from being saved."""
     (copied / "checkpoints" / "20" / "meta" / "metadata").unlink()
@@ -311,25 +309,32 @@ while True:
 """
 
 
+def unfinished(run):
+    """What a save makes before the checkpoint has its name, a number."""
+    return [path for path in (run.path / "checkpoints").iterdir() if not path.name.isdigit()]
+
+
 def test_a_process_killed_while_saving_leaves_a_good_checkpoint(tmp_path):
-    """tensorflow#14608: with SIGKILL, at moments of the save that a clock chooses. Then training goes on."""
+    """tensorflow#14608: with SIGKILL, as soon as a save has begun or a little later. Then training goes on."""
     state = jax.device_get(state_at(0))
     (tmp_path / "state").write_bytes(pickle.dumps(state))
-    runs, processes = [], []
+    runs, processes, left_behind = [], [], []
     for i in range(3):
         runs.append(new_run(tmp_path / f"run{i}"))
         command = [sys.executable, "-c", SAVE_FOR_EVER, runs[i].path, tmp_path / "state"]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
     for i, (run, process) in enumerate(zip(runs, processes, strict=True)):
         with process:
-            last = 0
             for line in process.stdout:
-                last = int(line)
-                if last >= 13 + i:
+                if int(line) >= 13:
                     break
-            time.sleep(0.013 * (i + 1))  # a save takes some 0.1 s
+            waited = time.monotonic()
+            while not unfinished(run) and time.monotonic() < waited + 10:
+                pass
+            time.sleep(0.01 * i)  # a save takes some 0.05 s
             process.send_signal(signal.SIGKILL)
-            last = max([last, *map(int, process.stdout.read().split())])
+            last = max(int(line), *map(int, process.stdout.read().split()), 0)
+        left_behind += unfinished(run)
         restored = open_run(run.path).load_state("the text's hash")
         # What was reported as saved is there; the next one may be, if its last rename was done.
         assert int(restored.step) in (last, last + 1)
@@ -337,6 +342,7 @@ def test_a_process_killed_while_saving_leaves_a_good_checkpoint(tmp_path):
         assert_equal(restored.opt_state, state.opt_state)
         run.save(state_at(100), "the text's hash")
         assert_equal(open_run(run.path).load_state("the text's hash"), state_at(100))
+    assert left_behind, "no kill came while a save was under way"
 
 
 # The records of a run.
@@ -392,7 +398,6 @@ open_run(sys.argv[1]).save(state, "the text's hash")
 """
 
 
-@pytest.mark.xfail(strict=True, reason="restored without a target's sharding: a topology mismatch")
 def test_saved_on_four_devices_loaded_on_one(tmp_path):
     """orbax#648: the stored placement is rebuilt instead of the target's."""
     run = new_run(tmp_path / "run")

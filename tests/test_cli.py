@@ -500,6 +500,7 @@ def test_an_unfinished_checkpoint_is_passed_over(place, copy):
     assert "at step 400 of 600" in place.minigpt("train", str(copy)).stdout
     step, params = params_of(copy)  # the damaged one was replaced
     assert step == STEPS
+    assert check_metrics(copy) == check_metrics(place / "runs/tiny")  # nothing twice
     for leaf, value in params_of(place / "runs/tiny")[1].items():
         np.testing.assert_array_equal(value, params[leaf], err_msg=leaf)
 

@@ -92,6 +92,7 @@ LITERALS = {
     (ModelConfig, "ffn"): ("gelu", "gelu_tanh", "swiglu", "geglu"),
     (ModelConfig, "positions"): ("rope", "learned", "none"),
     (ModelConfig, "rope_pairs"): ("interleaved", "half"),
+    (ModelConfig, "kernel_init"): ("fan_in", "fixed"),
     (ModelConfig, "dtype"): ("float32", "bfloat16", "float16", "float64"),
     (ModelConfig, "param_dtype"): ("float32", "bfloat16", "float16", "float64"),
     (DataConfig, "corpus"): ("shakespeare", "verbs", "verbs_en", "text"),
@@ -154,7 +155,7 @@ LIMITS = [
     (ModelConfig, "dropout", [0, 0.999], [1, -0.1, 1.5]),
     (DataConfig, "val_fraction", [0, 0.999], [1, -0.1]),
     (DataConfig, "bpe_vocab", [256, 50257], [255, 0, -1]),
-    (TrainConfig, "seed", [0, 2**31], [-1]),
+    (TrainConfig, "seed", [0, 2**32 - 1], [-1, 2**32]),
     (TrainConfig, "peak_lr", [1, 3e-5], [0, -1e-3]),
     (TrainConfig, "floor_lr", [0, 3e-4], [-1e-9, 3.1e-4]),
     (TrainConfig, "beta1", [0, 0.999], [1, -0.1]),
@@ -278,7 +279,7 @@ def test_the_shipped_configs_are_all_here():
         Config(
             ModelConfig(vocab_size=97, d_model=36, n_heads=6, n_kv_heads=2, d_ff=50, tied=False, dropout=1e-7),
             DataConfig("text", "a folder/ä: #1 'x' \"y\".txt", "byte", 300, 0.0),
-            TrainConfig(clip_norm=None, peak_lr=1e-20, floor_lr=0.0, weight_decay=0.1 + 0.2, seed=2**40),
+            TrainConfig(clip_norm=None, peak_lr=1e-20, floor_lr=0.0, weight_decay=0.1 + 0.2, seed=2**31),
         ),
         # Paths that YAML could take for another type
         *[Config(data=DataConfig("text", path)) for path in ("null", "1e3", "yes", "12", "~", "2001-01-01", "", " a ")],

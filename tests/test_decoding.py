@@ -14,6 +14,7 @@ import minigpt_jax as mg
 from minigpt_jax import decoding
 from minigpt_jax.config import InputError, InputTypeError
 from minigpt_jax.decoding import filter_logits, generate, keep_top_k, keep_top_p
+from minigpt_jax.functional import abstract_params
 
 GREEDY = mg.Sampling(temperature=0)
 COURSE_CASE = np.log([0.50, 0.20, 0.15, 0.10, 0.05])
@@ -200,7 +201,7 @@ def test_filters_are_pure():
 BASE = mg.ModelConfig(vocab_size=23, d_model=16, n_layers=1, n_heads=4, d_ff=24, context_len=32)
 
 
-def random_params(config, seed=1):
+def random_params(config, seed=4):
     random = np.random.default_rng(seed)
 
     def leaf(path, x):
@@ -208,9 +209,10 @@ def random_params(config, seed=1):
         noise = random.normal(size=x.shape)
         if name.endswith(("embedding", "embedding_out")):  # no token is likelier than another by its length
             return (noise / np.linalg.norm(noise, axis=-1, keepdims=True)).astype(x.dtype)
-        return x + ((1.0 if name.endswith(("kernel", "table")) else 0.1) * noise).astype(x.dtype)
+        mean, std = (0.0, 1.0) if name.endswith(("kernel", "table")) else (float(name.endswith("scale")), 0.1)
+        return (mean + std * noise).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, mg.init(config, jax.random.key(seed)))
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
 
 
 def check_greedy(new, logits_BxTxV, length):

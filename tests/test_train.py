@@ -88,7 +88,7 @@ def x64():
 def test_the_step_leaves_its_argument_usable():
     """elegy#226, jax#9237: a step that donates its state leaves deleted arrays behind. Ours is pure, jitted or not."""
     state = init_state(tiny_config())
-    before = jax.device_get(state)
+    before = jax.tree.map(jnp.copy, state)  # a view on the host would keep the arrays from being donated
     plain, _ = make_train_step(tiny_config())(state, a_batch())
     assert_equal(state, before)
     jitted, _ = step_of(tiny_config())(state, a_batch())
@@ -242,7 +242,6 @@ def test_micro_batches_of_half_precision_params_add_up_in_float32():
         np.testing.assert_allclose(many, one, rtol=2.0**-7, atol=2.0**-12 * np.abs(one).max())
 
 
-@pytest.mark.xfail(strict=True, reason="the lookup's scatter-add runs in param_dtype")
 def test_a_token_that_repeats_keeps_its_gradient_in_half_precision():
     """mxnet#17703: 4,096 times 0.01, added one by one in bfloat16, stops at 4."""
     config = dataclasses.replace(TINY, param_dtype="bfloat16")

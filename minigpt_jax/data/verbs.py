@@ -11,9 +11,9 @@ model's mistakes can be read and probed.
 **Spanish** adds its word forms whole, and ``es:``, ``en:``, ``/``: 272 ids, below 512. A spelling that both languages
 share (he, come, has) is one id.
 
-**Held out** for validation: the "going to" future of eight verbs, all persons, stratified by (verb, tense) as one of the
-course's two splits is. Its other split holds out four verbs whole, which says something of a model that reads letters
-or stems; here a word is a token, and a row of the table that training never reads can't be right.
+**Held out** for validation: the "going to" future of eight verbs, all persons; stratified by (verb, tense), as one of
+the course's two splits is. Its other split holds out four verbs whole, which says something of a model that reads
+letters or stems; here a word is a token, and a row of the table that training never reads can't be right.
 """
 
 import collections
