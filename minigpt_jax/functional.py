@@ -73,8 +73,8 @@ def check_context(length: int, config: ModelConfig) -> None:
 _RANK = {"__call__": 2, "lookup": 2, "trunk": 3, "unembed": 3}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "method"))
-def _apply(params, x, mask, dropout_key, *, config, method):
+@functools.partial(jax.jit, static_argnames=("config", "method", "only_h"))
+def _apply(params, x, mask, dropout_key, *, config, method, only_h=False):
     """Run a method of the module on (B, T, ...), and give back the leading axes that came in."""
     single = x.ndim < _RANK[method]
     if single:
@@ -82,6 +82,8 @@ def _apply(params, x, mask, dropout_key, *, config, method):
     arguments = (x, mask) if method in ("__call__", "trunk") else (x,)
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     result = MiniGPT(config).apply({"params": params}, *arguments, method=method, rngs=rngs)
+    if only_h:
+        result = result[0]  # before the program ends, so that it computes no copies of the rest
     return jax.tree.map(lambda leaf: leaf[0], result) if single else result
 
 
@@ -152,8 +154,9 @@ def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_re
         f"the residual stream has shape {jnp.shape(x)}; give (T, D) or (B, T, D) with D = d_model = {config.d_model}",
     )
     mask = check_mask(mask, jnp.shape(x)[:-1])
-    h, residuals, _ = _apply(params, x, mask, dropout_key, config=config, method="trunk")
-    return (h, residuals) if return_residuals else h
+    only_h = not return_residuals
+    result = _apply(params, x, mask, dropout_key, config=config, method="trunk", only_h=only_h)
+    return result if only_h else result[:2]
 
 
 def unembed(params, h, config: ModelConfig) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +27,9 @@ class LossSum(NamedTuple):
 
 def cross_entropy_sum(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> LossSum:
     """Sum over targets of logsumexp(logits) - logits[target], and their number; arguments as for the mean below."""
+    chex.assert_shape(targets, logits.shape[:-1])
+    if mask is not None:
+        chex.assert_equal_shape([targets, mask])
     logits = logits.astype(wide(logits.dtype))
     # The target's logit by selection, not by gather: its gradient fuses with the softmax instead of being a scatter.
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

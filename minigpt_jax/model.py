@@ -8,6 +8,7 @@ hold one (V, D) leaf, `embed/embedding`, and autodiff sums its two gradients. Ax
 
 import math
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -257,6 +258,8 @@ class MiniGPT(nn.Module):
 
     def lookup(self, tokens_BxT, offset=0):
         """Rows of the table, plus the learned positions if any: the start of the residual stream."""
+        chex.assert_rank(tokens_BxT, 2)
+        chex.assert_type(tokens_BxT, int)
         x_BxTxD = self.embed(tokens_BxT)
         if self.config.positions == "learned":
             x_BxTxD = x_BxTxD + self.positions(offset + jnp.arange(tokens_BxT.shape[1]))[None]
@@ -268,6 +271,7 @@ class MiniGPT(nn.Module):
         Residuals: "embed" (what enters), "block_i/attention" and "block_i/ffn" (the stream after each addition).
         `offset` is the position of the first token; `window` limits how far back attention looks.
         """
+        chex.assert_shape(x_BxTxD, (None, None, self.config.d_model))
         B, T, D = x_BxTxD.shape
         positions_T = offset + jnp.arange(T)
         x_NxD = x_BxTxD.reshape(B * T, D)  # every dense layer runs on two axes: its gradient is much faster so
@@ -287,6 +291,7 @@ class MiniGPT(nn.Module):
 
     def unembed(self, h_BxTxD):
         """Logits h E^T, in float32 at least: the head is the lookup's own table."""
+        chex.assert_shape(h_BxTxD, (None, None, self.config.d_model))
         B, T, D = h_BxTxD.shape
         h_NxD = h_BxTxD.reshape(B * T, D).astype(wide(self.config.dtype))
         logits_NxV = self.embed.attend(h_NxD) if self.config.tied else self.head(h_NxD)

@@ -637,7 +637,7 @@ def test_no_network(place):
         # Texts and run directories
         (["train", "tiny.yaml", "--text", "none.txt"], ["none.txt", "No such file"]),
         (["train", "tiny.yaml", "--text", "runs"], ["runs", "directory"]),
-        (["train", "tiny.yaml", "--run-dir", "runs/tiny"], ["already holds a run", "--run-dir"]),
+        (["train", "tiny.yaml", "--run-dir", "runs/tiny"], ["already holds a run", "minigpt train runs/tiny"]),
         (["train", "tiny.yaml", "--run-dir", "text.txt"], ["text.txt"]),
         (["train", "tiny.yaml", "--run-dir", "text.txt/x"], ["text.txt/x"]),
         # Going on
