@@ -34,7 +34,7 @@ demo: $(INSTALLED) ## train the course's Mini-GPT on Shakespeare, read it, look 
 	@$(BIN)/minigpt grads runs/demo
 
 test: $(INSTALLED) ## run the tests
-	@$(BIN)/python -m pytest -n 2 -m "not parity"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity"
 
 parity: $(INSTALLED) ## compare with transformers on torch (installs both)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[parity]'

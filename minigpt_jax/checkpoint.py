@@ -203,7 +203,7 @@ def create_run(path: str | Path, config: Config, tokenizer) -> Run:
     path = Path(path)
     require(
         not (path / "config.yaml").exists(),
-        f"{path} already holds a run; go on with it by --resume, or choose another --run-dir",
+        f"{path} already holds a run; go on with it: minigpt train {path}; or choose another --run-dir",
     )
     try:
         path.mkdir(parents=True, exist_ok=True)

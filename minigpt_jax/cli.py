@@ -11,7 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from .config import Config, InputError, ModelConfig, Sampling, load_config
+from . import __version__
+from .config import Config, InputError, ModelConfig, Sampling, load_config, require
 
 PROG = "minigpt"
 Flat = tyro.conf.arg(name="")
@@ -109,11 +110,31 @@ COMMANDS = {"train": Train, "eval": Eval, "sample": Sample, "params": Params, "g
 
 
 def _config_named_in(arguments: list[str]) -> tuple[Path, Config]:
-    """The config file or run directory among the arguments: its values are the defaults of all options."""
-    for argument in arguments:
-        path = Path(argument)
-        if not argument.startswith("-") and (path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()):
-            return path, load_config(path / "config.yaml" if path.is_dir() else path)
+    """The config file or run directory that the arguments name: its values are the defaults of all options."""
+    sections = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+    switches = {"-h", "--help", "--all"}
+    switches |= {
+        f"--{section}.{prefix}{field.name}".replace("_", "-")
+        for section, cls in sections.items()
+        for field in dataclasses.fields(cls)
+        for prefix in ("", "no-")
+        if field.type is bool
+    }
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            path = Path(argument)
+            file = path / "config.yaml" if path.is_dir() else path
+            require(
+                file.suffix in (".yaml", ".yml"),
+                f"{argument} is neither a config file (.yaml) nor a run directory; try configs/minigpt.yaml",
+            )
+            require(
+                file.is_file() or not path.is_dir(), f"{argument} is a directory, but holds no run (no config.yaml)"
+            )
+            return path, load_config(file)
+        if "=" not in argument and argument.replace("_", "-") not in switches:
+            next(rest, None)  # the option's value
     return tyro.MISSING, Config()
 
 
@@ -136,7 +157,6 @@ def _parse(arguments: list[str]):
                 prog=PROG,
                 args=arguments,
                 description="A small GPT in JAX with one tied embedding: train it, run it, look inside.",
-                config=(tyro.conf.FlagCreatePairsOff,),
             )
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -145,21 +165,27 @@ def _parse(arguments: list[str]):
 
 
 def _one_line(box: str) -> str:
-    """tyro's boxed message as one line: what was wrong, the nearest names, where to read more."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
-    text = re.sub(r"Error parsing \S+: ", "", " ".join(line for line in lines if line))
-    text = re.split(r"\s*─{3,}\s*For full", text)[0]
-    text = re.sub(r"\s*─{3,}\s*", "; ", text)
-    return re.sub(r"\s+", " ", text).strip() or "the arguments could not be understood; see minigpt --help"
+    """tyro's boxed message as one line: what was wrong, the nearest names."""
+    # The first line is the box's title; lines are in colour on a terminal, and ASCII where stdout is not UTF-8.
+    lines = [line.strip("│╰╯| ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:]]
+    text = " ".join(line for line in lines if line)
+    text = re.split(r"\s*[─-]{3,}\s*For full", text)[0]
+    text = re.sub(r"^[─-]{3,}\s*|Error parsing \S+: | in minigpt \w+ --help", "", text)
+    text = re.sub(r"\s*[─-]{3,}\s*", "; ", text)
+    return re.sub(r"\s+", " ", text).strip("; ─") or "the arguments could not be understood; see minigpt --help"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; 0 when done, 2 with one line on stderr for wrong input, 130 for a second Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:  # the system hands over bytes, UTF-8 whatever the locale says
+        arguments = [os.fsencode(argument).decode("utf-8", "replace") for argument in sys.argv[1:]]
     for stream in (sys.stdout, sys.stderr):  # a console that can't show a character must not end a run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
+        if arguments == ["--version"]:
+            print(PROG, __version__)
+            return 0
         command = _parse(arguments or ["--help"])
         command.run()
     except InputError as error:

@@ -37,6 +37,9 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+_KINDS = {int: "an int", float: "a number", bool: "true or false", str: "text"}
+
+
 def _checked_value(owner: str, name: str, value: Any, hint: Any) -> Any:
     """`value` as the field's type; YAML reads 1e-3 as a string, so a float field also takes a numeric string."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -55,8 +58,12 @@ def _checked_value(owner: str, name: str, value: Any, hint: Any) -> Any:
             value = float(value)
         except (TypeError, ValueError):
             pass
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, hint):
+            raise InputTypeError(f"{owner}.{name} is {value!r}; give a {hint.__name__}")
+        return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise InputTypeError(f"{owner}.{name} is {value!r} ({type(value).__name__}); give a {hint.__name__}")
+        raise InputTypeError(f"{owner}.{name} is {value!r} ({type(value).__name__}); give {_KINDS[hint]}")
     require(hint is not float or math.isfinite(value), f"{owner}.{name} is {value}; give a finite number")
     return value
 
@@ -336,7 +343,9 @@ def load_config(path: str | Path) -> Config:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     return config_from_dict(tree, str(path))
 

@@ -42,10 +42,12 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     logits = logits.astype(wide(logits.dtype))
     if sampling.temperature == 0:
         return keep_top_k(logits, 1)
-    # Shifted first: a tiny temperature then makes -inf of the losers, never inf or NaN of the winner.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
+    # Shifted first, and by no less than float32's smallest number: a tiny temperature then makes -inf of the losers,
+    # never inf or NaN of the winner.
+    temperature = max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if sampling.top_k is not None:
-        logits = keep_top_k(logits, sampling.top_k)
+        logits = keep_top_k(logits, min(sampling.top_k, logits.shape[-1]))
     return logits if sampling.top_p is None else keep_top_p(logits, sampling.top_p)
 
 
@@ -119,8 +121,14 @@ def generate(
     context_len, and asking for more is an `InputError`.
     """
     prompt = check_tokens(prompt, config, "prompt")
-    require(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    require(window is None or window >= 1, f"window is {window}; it must be at least 1")
+    for name, value, low in (
+        ("max_new_tokens", max_new_tokens, 0),
+        ("window", window, 1),
+        ("vocab_limit", vocab_limit, 1),
+        ("stop_token", stop_token, 0),
+    ):
+        whole = isinstance(value, (int, np.integer)) or (value is None and name != "max_new_tokens")
+        require(whole and (value is None or value >= low), f"{name} is {value}; give a whole number, at least {low}")
     prompt_BxT = np.atleast_2d(np.asarray(prompt, np.int32))
     B, length = prompt_BxT.shape
     total = length + max_new_tokens

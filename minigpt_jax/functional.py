@@ -20,9 +20,9 @@ def check_ids(ids, vocab_size: int, name: str):
         try:
             ids = np.asarray(ids)
         except ValueError:
-            raise InputError(f"{name} are rows of different lengths; pad them, or give one at a time") from None
+            raise InputError(f"{name}: rows of different lengths; pad them, or give one at a time") from None
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise InputTypeError(f"{name} are {ids.dtype}; give integer token ids (int32)")
+        raise InputTypeError(f"{name} of type {ids.dtype}; give integer token ids (int32)")
     if not isinstance(ids, jax.core.Tracer):
         values = np.asarray(ids)
         bad = (values < 0) | (values >= vocab_size)
@@ -30,7 +30,7 @@ def check_ids(ids, vocab_size: int, name: str):
             at = tuple(np.argwhere(bad)[0].tolist())
             raise InputError(
                 f"{name}{list(at)} is {values[at]}; ids must be in [0, {vocab_size}), the rows of the table: "
-                "check the tokenizer, or leave targets out by a mask instead of a negative id"
+                "check the tokenizer (targets are left out by a mask, not by an id)"
             )
     return ids
 
@@ -39,7 +39,7 @@ def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
     """`tokens` as an array; raises unless they are integers of shape (T,) or (B, T) within [0, V)."""
     tokens = check_ids(tokens, config.vocab_size, name)
     if tokens.ndim not in (1, 2) or 0 in tokens.shape:
-        raise InputError(f"{name} have shape {tokens.shape}; give (T,) or (B, T) with at least one token")
+        raise InputError(f"{name} of shape {tokens.shape}; give (T,) or (B, T) with at least one token")
     return tokens
 
 

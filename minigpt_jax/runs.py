@@ -38,7 +38,7 @@ def fit_vocabulary(config: Config, dataset: Dataset) -> tuple[Config, list[str]]
         model = dataclasses.replace(config.model, vocab_size=need)
         return dataclasses.replace(config, model=model), [f"model.vocab_size is now {need}: this text needs {need} ids"]
     spare = have - need
-    return config, [f"{spare} of the table's {have} rows stand for no token"] if spare else []
+    return config, [f"rows of the table without a token: {spare} of {have}"] if spare else []
 
 
 def _free_run_dir(stem: str) -> Path:
@@ -68,13 +68,12 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
 @contextlib.contextmanager
 def _metrics_writer(run: Run) -> Iterator[Callable[[dict], None]]:
     """Observer: a JSON line for each training step and evaluation."""
-    with open(run.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+    # Line by line: a kill right after a checkpoint must not take the records of the steps before it along.
+    with open(run.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1) as file:
 
         def write(record: dict) -> None:
             if record["kind"] in ("train", "eval"):
                 file.write(json.dumps(record) + "\n")
-            else:
-                file.flush()
 
         yield write
 
@@ -231,7 +230,11 @@ def write_text(
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
     if config.model.positions == "learned":
-        tokens = min(tokens, max(0, config.model.context_len - len(ids)))
+        room = max(0, config.model.context_len - len(ids))
+        if tokens > room > 0:
+            why = f"learned positions end at context_len {config.model.context_len}"
+            print(f"note: {room} tokens, not {tokens}: {why}", file=sys.stderr)
+        tokens = min(tokens, room)
     new = generate(
         params,
         np.asarray(ids, np.int32),
@@ -251,6 +254,7 @@ def sample_run(
     run_dir: Path, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window: int | None
 ) -> None:
     """Print prompt and continuation."""
+    require(0 <= seed < 2**32, f"--seed is {seed}; it must be in [0, {2**32})")
     run, params, _ = _loaded(run_dir)
     print(write_text(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window))
 

@@ -193,7 +193,7 @@ def train(
             record |= {"bits": bits(dataset, record["loss"]), "tokens_per_s": round(speed)}
             yield {"kind": "train", "step": first + i, **record}
         if not np.isfinite(metrics["loss"][:done]).all():
-            raise InputError(f"the loss is not finite at step {step}; lower train.peak_lr, then resume or start anew")
+            raise InputError(f"the loss is not finite at step {step}; start again with a lower train.peak_lr")
         if dataset.val is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0)):
             yield evaluation(full=step == t.steps)
         if sample is not None and t.sample_every and step % t.sample_every == 0:
