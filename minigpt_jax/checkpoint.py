@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -23,23 +22,16 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from .config import Config, InputError, load_config, require, save_config
+from .config import Config, InputError, load_config, replacing, require, save_config
 from .data import load_tokenizer, save_tokenizer
 from .functional import abstract_params
-from .optimizer import leaf_paths
 from .train import TrainState, abstract_state
+from .trees import tree_differences
 
 # orbax and absl log each save at length; what matters reaches the user as errors.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 SUMS = "sha256.json"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one step: a kill leaves the old content or the new, never half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _sums(folder: Path) -> dict[str, str]:
@@ -51,21 +43,6 @@ def _sums(folder: Path) -> dict[str, str]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def tree_differences(expected, stored, limit: int = 5) -> list[str]:
-    """What keeps `stored` from being used as `expected`, a phrase for each leaf: missing, unknown, or both shapes."""
-    want, have = leaf_paths(expected), leaf_paths(stored)
-    lines = [f"{path} is missing" for path in want if path not in have]
-    lines += [f"{path} is unknown" for path in have if path not in want]
-    for path in want.keys() & have.keys():
-        a, b = want[path], have[path]
-        if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
-            lines.append(
-                f"{path} is {b.dtype}{list(b.shape)} in the checkpoint, {a.dtype}{list(a.shape)} by the config"
-            )
-    lines.sort()
-    return lines[:limit] + ([f"and {len(lines) - limit} more"] if len(lines) > limit else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +81,22 @@ class Run:
             "data_sha256": data_sha256,
             "jax": jax.__version__,
         }
-        with self._manager() as manager:
-            manager.save(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
-                    opt_state=ocp.args.StandardSave(state.opt_state),
-                    meta=ocp.args.JsonSave(meta),
-                ),
-            )
-        folder = self._checkpoint(step)
-        write_atomically(folder / SUMS, json.dumps(_sums(folder)))
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            opt_state=ocp.args.StandardSave(state.opt_state),
+            meta=ocp.args.JsonSave(meta),
+        )
+        try:
+            with self._manager() as manager:
+                manager.save(step, args=items)
+        except (OSError, ValueError) as error:  # ValueError is tensorstore's, for a full disk among others
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"can't save step {step} in {self.path}: {reason}; the checkpoint before is whole"
+            ) from None
+        sums = json.dumps(_sums(self._checkpoint(step)))
+        with replacing(self._checkpoint(step) / SUMS) as file:
+            file.write(sums.encode())
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / str(step)
@@ -136,7 +118,7 @@ class Run:
         with self._manager() as manager:
             meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
             stored = manager.item_metadata(step)
-            differences = tree_differences(abstract["params"], stored["params"].tree)
+            differences = tree_differences(abstract["params"], stored["params"].tree, "the checkpoint")
             require(
                 not differences,
                 f"{self.path}/checkpoints/{step} does not match {self.path}/config.yaml: {'; '.join(differences)}",
@@ -154,25 +136,34 @@ class Run:
         """As `_restore`, for the newest checkpoint that is whole; says on stderr which ones are not."""
         for step in reversed(self.steps()):
             damage = self._damage(step)
-            if damage is None:
-                return self._restore(step, **abstract)
+            try:
+                if damage is None:
+                    return self._restore(step, **abstract)
+            except InputError:
+                raise
+            except (KeyError, ValueError, OSError) as error:  # not whole, and without sums that would have told
+                damage = " ".join(str(error).split())[:100]
             print(f"{self._checkpoint(step)} can't be read ({damage}); trying the one before", file=sys.stderr)
         raise InputError(f"{self.path} has no readable checkpoint; train it first: minigpt train CONFIG")
 
-    def load_params(self) -> tuple[dict, int]:
-        """Parameters of the newest readable checkpoint, and its step."""
+    def load_params(self, data_sha256: str | None = None) -> tuple[dict, int]:
+        """Parameters of the newest readable checkpoint, and its step. With `data_sha256`, refuses other data."""
         restored, meta = self._newest(params=abstract_params(self.config.model))
+        self._check_data(meta, data_sha256 or meta["data_sha256"])
         return restored.params, meta["step"]
+
+    def _check_data(self, meta: dict, data_sha256: str) -> None:
+        require(
+            meta["data_sha256"] == data_sha256,
+            f"{self.path} was trained on other text (sha256 {meta['data_sha256'][:12]}..., now {data_sha256[:12]}...); "
+            "put the same text back, or start a new run",
+        )
 
     def load_state(self, data_sha256: str) -> TrainState:
         """The whole training state, to go on from. Refuses to go on with other data."""
         abstract = abstract_state(self.config)
         restored, meta = self._newest(params=abstract.params, opt_state=abstract.opt_state)
-        require(
-            meta["data_sha256"] == data_sha256,
-            f"{self.path} was trained on other text (sha256 {meta['data_sha256'][:12]}..., now {data_sha256[:12]}...); "
-            "resume with the same data, or start a new run directory",
-        )
+        self._check_data(meta, data_sha256)
         step = jax.numpy.asarray(meta["step"], abstract.step.dtype)
         return TrainState(step, restored.params, restored.opt_state)
 
@@ -181,11 +172,12 @@ class Run:
         (and a line that a kill cut short): those steps will run again."""
         save_config(self.config, self.path / "config.yaml")
         for later in (n for n in self.steps() if n > step):
-            self._checkpoint(later).rename(self.path / f"damaged-{later}-{time.time_ns()}")
+            self._checkpoint(later).rename(self.path / "checkpoints" / f"damaged-{later}-{time.time_ns()}")
         path = self.path / "metrics.jsonl"
         if path.is_file():
             kept = [record for record in self.metrics() if record["step"] <= step]
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+            with replacing(path) as file:
+                file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
 
     def metrics(self) -> list[dict]:
         """The records of `metrics.jsonl`."""

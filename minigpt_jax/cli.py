@@ -188,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         command = _parse(arguments or ["--help"])
         command.run()
+        sys.stdout.flush()
     except InputError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -196,4 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `minigpt params ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk, a folder that can't be written
+        print(f"{PROG}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0

@@ -7,13 +7,16 @@ Letters used for axes in the whole package (array names end in them, as in ``x_B
     L layers    S length of a key/value cache    N = B * T flattened positions
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import numbers
+import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import yaml
 
@@ -53,6 +56,8 @@ def _checked_value(owner: str, name: str, value: Any, hint: Any) -> Any:
             f"{owner}.{name} is {value!r}; allowed: {', '.join(map(str, allowed))}{nearest(str(value), allowed)}",
         )
         return value
+    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)  # NumPy's integers too
     if hint is float and not isinstance(value, bool):
         try:
             value = float(value)
@@ -304,6 +309,13 @@ class Config(_Checked):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
 
+    def check(self) -> None:
+        require(
+            self.model.param_dtype != "float16",
+            "ModelConfig.param_dtype is float16; AdamW's epsilon is 0 there: train parameters in float32 or bfloat16 "
+            "(model.dtype, the type of computation, may be float16)",
+        )
+
 
 def config_from_dict(tree: Any, source: str = "config") -> Config:
     """Nested dict to `Config`. Unknown sections and keys are refused, with the nearest known name."""
@@ -350,7 +362,28 @@ def load_config(path: str | Path) -> Config:
     return config_from_dict(tree, str(path))
 
 
+@contextlib.contextmanager
+def replacing(path: str | Path) -> typing.Iterator[BinaryIO]:
+    """A binary file that takes the name `path` only when it was written to its end. Makes the folder."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror or error}; choose a place that can be written"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 def save_config(config: Config, path: str | Path) -> None:
     """Write every field, so that a run does not depend on later defaults."""
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-    Path(path).write_text(text, encoding="utf-8")
+    with replacing(path) as file:
+        file.write(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())

@@ -41,7 +41,9 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """
     logits = logits.astype(wide(logits.dtype))
     if sampling.temperature == 0:
-        return keep_top_k(logits, 1)
+        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        ids = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
+        return jnp.where(ids == best, logits, -jnp.inf)
     # Shifted first, and by no less than float32's smallest number: a tiny temperature then makes -inf of the losers,
     # never inf or NaN of the winner.
     temperature = max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
@@ -74,7 +76,7 @@ def _generate(params, prompt_BxP, length, total, key, window, vocab_limit, stop_
             last = jnp.clip(length - 1 - offset, 0, tokens.shape[1] - 1)
             return m.unembed(jax.lax.dynamic_slice_in_dim(h, last, 1, axis=1))[:, 0], new_cache
 
-        return module.apply({"params": params}, method=lambda m: run(m))
+        return module.apply({"params": params}, method=run)
 
     def draw(logits_BxV, position):
         real = jnp.arange(config.vocab_size) < vocab_limit  # rows of the table that stand for no token

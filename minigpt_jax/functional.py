@@ -12,6 +12,7 @@ import numpy as np
 
 from .config import InputError, InputTypeError, ModelConfig, require
 from .model import MiniGPT, initial_std
+from .trees import tree_differences
 
 
 def check_ids(ids, vocab_size: int, name: str):
@@ -43,11 +44,20 @@ def check_tokens(tokens, config: ModelConfig, name: str = "tokens"):
     return tokens
 
 
-def check_head(params, config: ModelConfig) -> None:
+def check_params(params, config: ModelConfig) -> None:
+    """Raise unless `params` has the tree and the shapes of the config; dtypes may differ (a cast copy, say)."""
+    expected = abstract_params(config)
+    if jax.tree.structure(params) == jax.tree.structure(expected):
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
+        if all(jnp.shape(a) == b.shape for a, b in pairs):
+            return
+    raise InputError(f"the params do not fit the config: {'; '.join(tree_differences(expected, params, 'the params'))}")
+
+
+def check_stream(x, config: ModelConfig) -> None:
     require(
-        ("head" in params) != config.tied,
-        f"the config says tied: {str(config.tied).lower()}, and the params have {'a' if 'head' in params else 'no'} "
-        "head of their own; use the config that they were made with",
+        jnp.ndim(x) in (2, 3) and jnp.shape(x)[-1] == config.d_model,
+        f"the residual stream has shape {jnp.shape(x)}; give (T, D) or (B, T, D) with D = d_model = {config.d_model}",
     )
 
 
@@ -87,9 +97,17 @@ def _apply(params, x, mask, dropout_key, *, config, method, only_h=False):
     return jax.tree.map(lambda leaf: leaf[0], result) if single else result
 
 
-@functools.lru_cache
 def abstract_params(config: ModelConfig) -> dict:
     """The params tree as `jax.ShapeDtypeStruct`s: every path, shape and dtype, with nothing allocated."""
+    require(
+        "float64" not in (config.dtype, config.param_dtype) or jax.config.jax_enable_x64,
+        "float64 needs JAX's 64-bit mode; set JAX_ENABLE_X64=1 in the environment, or choose float32",
+    )
+    return _abstract_params(config)
+
+
+@functools.lru_cache
+def _abstract_params(config: ModelConfig) -> dict:
     module, tokens = MiniGPT(config), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(lambda key, tokens: module.init(key, tokens)["params"], jax.random.key(0), tokens)
 
@@ -98,8 +116,11 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
     """Fresh parameters, a plain nested dict: matrices and the table as `model.initial_std` says, biases 0, scales 1.
 
     Drawn on the host by NumPy's Philox from the key's own bits, since compiling a draw for each leaf takes longer than
-    training's first hundred steps. Under jit, vmap or eval_shape the same function is called back: same key, same bits.
+    training's first hundred steps. Under jit, vmap or eval_shape the same function is called back: same key, same bits
+    (with one version of NumPy, which does not promise its streams across versions).
     """
+    if not hasattr(key, "dtype"):
+        raise InputTypeError(f"key is {key!r}; give a random key, such as jax.random.key(0)")
     key = jnp.asarray(key)
     bits = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     draw = functools.partial(_draw_params, config)
@@ -118,7 +139,7 @@ def _draw_params(config: ModelConfig, bits) -> dict:
             value = std * rng.standard_normal(abstract.shape, np.float32)
         else:
             value = np.full(abstract.shape, 1.0 if name.endswith("scale") else 0.0)
-        return value.astype(abstract.dtype)
+        return value.astype(abstract.dtype, copy=False)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
 
@@ -131,7 +152,7 @@ def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) ->
     """
     tokens = check_tokens(tokens, config)
     check_context(tokens.shape[-1], config)
-    check_head(params, config)
+    check_params(params, config)
     mask = check_mask(mask, tokens.shape)
     return _apply(params, tokens, mask, dropout_key, config=config, method="__call__")
 
@@ -149,10 +170,7 @@ def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_re
     The dict's names: "embed", then "block_i/attention" and "block_i/ffn", the stream after each addition, before the
     final norm. What a surrounding jit does not use of it costs nothing.
     """
-    require(
-        jnp.ndim(x) in (2, 3) and jnp.shape(x)[-1] == config.d_model,
-        f"the residual stream has shape {jnp.shape(x)}; give (T, D) or (B, T, D) with D = d_model = {config.d_model}",
-    )
+    check_stream(x, config)
     mask = check_mask(mask, jnp.shape(x)[:-1])
     only_h = not return_residuals
     result = _apply(params, x, mask, dropout_key, config=config, method="trunk", only_h=only_h)
@@ -161,5 +179,6 @@ def trunk(params, x, config: ModelConfig, mask=None, dropout_key=None, return_re
 
 def unembed(params, h, config: ModelConfig) -> jax.Array:
     """Logits of normed hidden states, (..., T, D) -> (..., T, V): `h @ E.T` with the lookup's own E when tied."""
-    check_head(params, config)
+    check_params(params, config)
+    check_stream(h, config)
     return _apply(params, h, None, None, config=config, method="unembed")

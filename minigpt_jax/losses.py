@@ -30,11 +30,13 @@ def cross_entropy_sum(logits: jax.Array, targets: jax.Array, mask: jax.Array | N
     chex.assert_shape(targets, logits.shape[:-1])
     if mask is not None:
         chex.assert_equal_shape([targets, mask])
-    logits = logits.astype(wide(logits.dtype))
+    logits, targets = logits.astype(wide(logits.dtype)), targets.astype(jnp.int32)
     # The target's logit by selection, not by gather: its gradient fuses with the softmax instead of being a scatter.
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    chosen = ids == targets[..., None].astype(jnp.int32)
+    chosen = ids == targets[..., None]
     nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
+    # Inside jit nothing can be raised: a target outside the vocabulary that counts makes the loss NaN, not plausible.
+    nll = jnp.where((targets >= 0) & (targets < logits.shape[-1]), nll, jnp.nan)
     if mask is None:
         return LossSum(jnp.sum(nll), jnp.asarray(nll.size, nll.dtype))
     return LossSum(jnp.sum(jnp.where(mask, nll, 0)), jnp.sum(mask, dtype=nll.dtype))

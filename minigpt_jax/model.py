@@ -239,7 +239,9 @@ class MiniGPT(nn.Module):
         self.embed = nn.Embed(
             c.vocab_size,
             c.d_model,
-            dtype=wide(c.param_dtype),  # so that the gradients of a row's many uses are summed in float32
+            dtype=wide(
+                jnp.promote_types(c.dtype, c.param_dtype)
+            ),  # so that the gradients of a row's many uses are summed in float32
             param_dtype=c.param_dtype,
             embedding_init=_initializer("embedding", c),
         )
@@ -260,7 +262,9 @@ class MiniGPT(nn.Module):
         """Rows of the table, plus the learned positions if any: the start of the residual stream."""
         chex.assert_rank(tokens_BxT, 2)
         chex.assert_type(tokens_BxT, int)
-        x_BxTxD = self.embed(tokens_BxT)
+        # Flax gives NaN for an id past the table, and would wrap a negative one around.
+        ids_BxT = tokens_BxT.astype(jnp.int32)
+        x_BxTxD = self.embed(jnp.where(ids_BxT < 0, self.config.vocab_size, ids_BxT))
         if self.config.positions == "learned":
             x_BxTxD = x_BxTxD + self.positions(offset + jnp.arange(tokens_BxT.shape[1]))[None]
         return x_BxTxD.astype(self.config.dtype)

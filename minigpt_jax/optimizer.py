@@ -7,6 +7,7 @@ import jax
 import optax
 
 from .config import TrainConfig, require
+from .trees import leaf_paths
 
 EMBEDDING = "embedding"
 # (pattern of the whole path, whether it decays). Every leaf must match exactly one.
@@ -16,12 +17,6 @@ DECAY_RULES = (
     (r".*/kernel", True),
     (r".*/(bias|scale)", False),
 )
-
-
-def leaf_paths(tree) -> dict[str, jax.Array]:
-    """Path, written as in `block_0/ffn/up/kernel`, to leaf."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def decay_mask(params, decay_embedding: bool = True, rules=DECAY_RULES):

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -17,14 +20,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .checkpoint import Run, create_run, open_run
 from .config import Config, InputError, Sampling, require
-from .data import Dataset, Windows, load_dataset, ngram_cross_entropy, read_text
+from .data import Dataset, Windows, cache_dir, load_dataset, ngram_cross_entropy, read_text
 from .decoding import generate
 from .inspect import param_table, tied_gradient, tied_norms
 from .inspect.pictures import plot_loss
 from .optimizer import describe_decay
-from .train import bits, evaluate, init_state, train
+from .train import bits, evaluate, evaluation_due, init_state, train
+
+# Compiled programs outlive the process, so that the second command starts at once. JAX's own variables
+# JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false move it or switch it off.
+if not jax.config.jax_compilation_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 NGRAM_ORDER = 3
+# Windows per compiled call of an evaluation: about as many tokens whatever the context length.
+TOKENS_PER_CALL = 2048
+fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # POSIX only
 
 
 def unit(dataset: Dataset) -> str:
@@ -49,7 +61,7 @@ def _free_run_dir(stem: str) -> Path:
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks for a stop at the next safe place; a second Ctrl-C is the usual one."""
+    """The first Ctrl-C, SIGTERM or SIGHUP asks for a stop at the next safe place; a second Ctrl-C is the usual one."""
     asked = []
 
     def ask(number, frame):
@@ -57,12 +69,31 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
         print("\nsaving; Ctrl-C again to leave at once", file=sys.stderr, flush=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: bool(asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _locked(run: Run) -> Iterator[None]:
+    """Keep a second process from training in the same directory. The system lets go of the lock when we die."""
+    folder = os.open(run.path, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise InputError(f"another process trains in {run.path}; stop it, or choose another --run-dir") from None
+    try:
+        yield
+    finally:
+        if fcntl:
+            os.close(folder)
 
 
 @contextlib.contextmanager
@@ -104,115 +135,126 @@ def _printer(console: Console, per: str) -> Callable[[dict], None]:
         if record["kind"] == "eval":
             part = "all held-out text" if record["full"] else "part of the held-out text"
             line = f"step {record['step']:>6}  loss {record['loss']:.4f}  {record['bits']:.3f} bits per {per}  ({part})"
-            console.print(line, highlight=False)
+            console.print(line)
         elif record["kind"] == "sample":
-            console.print(f"--- step {record['step']}\n{record['text']}\n---", markup=False, highlight=False)
+            console.print(f"--- step {record['step']}\n{record['text']}\n---")
 
     return show
 
 
-def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | None) -> Run:
+def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | None) -> None:
     """Start a run from a config, or go on with the run directory `source`; see `minigpt train --help`."""
-    console = Console(highlight=False, soft_wrap=True)
-    resuming = (source / "config.yaml").is_file()
     if text is not None:
         tokenizer = "char" if config.data.tokenizer == "word" else config.data.tokenizer
-        data = dataclasses.replace(config.data, corpus="text", path=str(text.resolve()), tokenizer=tokenizer)
+        data = dataclasses.replace(config.data, corpus="text", path=str(text), tokenizer=tokenizer)
         config = dataclasses.replace(config, data=data)
-    if resuming:
+    if config.data.path is not None:  # so that the run can be used from any folder
+        path = str(Path(config.data.path).resolve())
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
+    if (source / "config.yaml").is_file():
         require(run_dir in (None, source), f"{source} goes on where it is; leave out --run-dir")
         run = open_run(source)
         require(
             config.model == run.config.model and (text is not None or config.data == run.config.data),
             f"{source} can't change its model or data when it goes on; change train options only, or start a new run",
         )
-        dataset = load_dataset(config.data, config.model.context_len, run.tokenizer)
+        dataset, notes = load_dataset(config.data, config.model.context_len, run.tokenizer), []
         run = dataclasses.replace(run, config=config)
-        state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
-        step, notes = int(state.step), []
     else:
         dataset = load_dataset(config.data, config.model.context_len)
         config, notes = fit_vocabulary(config, dataset)
         run = create_run(run_dir or _free_run_dir(source.stem), config, dataset.tokenizer)
-        state, step = init_state(config), 0
-    if step >= config.train.steps:
-        console.print(f"already trained to step {step}; for more: minigpt train {run.path} --train.steps {2 * step}")
-        return run
-    if resuming:
-        run.start(step)
-        console.print(f"going on with {source} at step {step} of {config.train.steps}")
+    with _locked(run):
+        _train(run, dataset, notes)
 
-    per, table = unit(dataset), param_table(config.model)
+
+def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
+    """Train from the run's newest checkpoint, or from the start where it has none."""
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    config, per = run.config, unit(dataset)
+    state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
+    start = int(state.step)
+    evaluated = any(r["kind"] == "eval" and r["step"] == start for r in run.metrics())
+    owed = start > 0 and dataset.val is not None and evaluation_due(start, config.train) and not evaluated
+    if start >= config.train.steps and not owed:
+        more = f"minigpt train {run.path} --train.steps {2 * start}"
+        console.print(f"already trained to step {start}; for more, at the rates of that longer schedule: {more}")
+        return
+    if start:
+        console.print(f"going on with {run.path} at step {start} of {config.train.steps}")
+    run.start(start)
+    table = param_table(config.model)
     console.print(f"run directory {run.path}")
     console.print(
         f"{table.total:,} parameters, {table.embedding:,} of them the {'tied ' if config.model.tied else ''}table; "
         f"{dataset.train_tokens:,} tokens to train on, {dataset.val_tokens:,} held out; {jax.devices()[0].platform}"
     )
     for note in [*dataset.notes, *notes]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     for line in describe_decay(state.params, config.train):
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
 
     def sample(params, step):
         return write_text(params, dataset.tokenizer, config, None, 200, Sampling(temperature=0.8, top_p=0.95), step)
 
-    started = time.perf_counter()
+    save = functools.partial(run.save, data_sha256=dataset.text_sha256)
+    began, last = time.perf_counter(), {}
     with (
         _stop_on_signal() as should_stop,
         _metrics_writer(run) as metrics,
-        _progress_bar(console, config, step, per) as progress,
+        _progress_bar(console, config, start, per) as progress,
     ):
         observers = (metrics, progress, _printer(console, per))
-        last = {}
-        for record in train(
-            config, dataset, state, lambda state: run.save(state, dataset.text_sha256), sample, should_stop
-        ):
+        for record in train(config, dataset, state, save, sample, should_stop, evaluate_first=owed):
             last = record
             for observe in observers:
                 observe(record)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     try:
         plot_loss(run.metrics(), run.path / "loss.png", per)
         console.print(f"loss over steps: {run.path / 'loss.png'}")
     except InputError as error:
-        console.print(f"note: {error}", markup=False)
+        console.print(f"note: {error}")
     if last["kind"] == "stopped":
         console.print(f"saved at step {last['step']}; go on with: minigpt train {run.path}")
     else:
-        console.print(f"trained {config.train.steps - step} steps in {seconds:.0f} s; saved in {run.path}")
+        console.print(f"trained {config.train.steps - start} steps in {seconds:.0f} s; saved in {run.path}")
         console.print(f"read what it writes: minigpt sample {run.path}")
-    return run
-
-
-def _loaded(run_dir: Path) -> tuple[Run, dict, int]:
-    run = open_run(run_dir)
-    return run, *run.load_params()
 
 
 def eval_run(run_dir: Path, text: Path | None) -> None:
     """Print the loss on all held-out text, or on all of `text`, beside an n-gram of the training text."""
-    run, params, step = _loaded(run_dir)
-    config, tokenizer = run.config, run.tokenizer
-    dataset = load_dataset(config.data, config.model.context_len, tokenizer)
-    source = dataset.val
-    if text is not None:
+    run = open_run(run_dir)
+    config, tokenizer, T = run.config, run.tokenizer, run.config.model.context_len
+    note = None
+    try:
+        dataset = load_dataset(config.data, T, tokenizer)
+    except InputError as error:
+        if text is None:
+            raise
+        dataset, note = None, f"note: no n-gram to compare with: {error}"
+    params, step = run.load_params(dataset.text_sha256 if text is None else None)
+    if text is None:
+        source, per_char = dataset.val, dataset.tokens_per_char
+        require(source is not None, f"{run_dir} holds no text out; evaluate a file: minigpt eval {run_dir} --text FILE")
+    else:
         content = read_text(text)
         tokens = tokenizer.encode(content)
-        require(len(tokens) >= 2, f"{text}: {len(tokens)} tokens; evaluation needs at least 2")
-        source = Windows(tokens, config.model.context_len)
-        dataset = dataclasses.replace(dataset, tokens_per_char=len(tokens) / len(content))
-    require(source is not None, f"{run_dir} holds no text out; evaluate on a file: minigpt eval {run_dir} --text FILE")
-    result = evaluate(params, source, config.model, max(config.train.batch_size, 2048 // config.model.context_len))
-    loss, per = float(result.mean()), unit(dataset)
+        require(len(tokens) >= 2, f"{text} has {len(tokens)} tokens; evaluation needs at least 2")
+        source, per_char = Windows(tokens, T), len(tokens) / len(content)
+    result = evaluate(params, source, config.model, max(1, TOKENS_PER_CALL // T))
+    loss, per = float(result.mean()), "character" if per_char else "token"
     print(
-        f"step {step}: loss {loss:.4f} nats per token, {bits(dataset, loss):.3f} bits per {per}, "
+        f"step {step}: loss {loss:.4f} nats per token, {bits(per_char, loss):.3f} bits per {per}, "
         f"perplexity {math.exp(loss):.2f}, over {int(result.count):,} tokens"
     )
-    if isinstance(source, Windows) and tokenizer.vocab_size**NGRAM_ORDER < 1 << 40:
+    if dataset is None:
+        print(note)
+    elif isinstance(source, Windows) and tokenizer.vocab_size**NGRAM_ORDER < 1 << 40:
         baseline = ngram_cross_entropy(dataset.train.tokens, source.tokens, NGRAM_ORDER, tokenizer.vocab_size)
         verdict = "beats" if loss < baseline else "does not beat"
         print(
-            f"order-{NGRAM_ORDER} n-gram with add-one smoothing: loss {baseline:.4f}, {bits(dataset, baseline):.3f} "
+            f"order-{NGRAM_ORDER} n-gram with add-one smoothing: loss {baseline:.4f}, {bits(per_char, baseline):.3f} "
             f"bits per {per}; the model {verdict} it, by {abs(baseline - loss):.3f} nats"
         )
 
@@ -255,19 +297,23 @@ def sample_run(
 ) -> None:
     """Print prompt and continuation."""
     require(0 <= seed < 2**32, f"--seed is {seed}; it must be in [0, {2**32})")
-    run, params, _ = _loaded(run_dir)
+    run = open_run(run_dir)
+    params, _ = run.load_params()
     print(write_text(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window))
 
 
 def grads_run(run_dir: Path) -> None:
-    """Print the sizes of the two parts of the tied gradient by three norms, on 32 windows of held-out text."""
-    run, params, step = _loaded(run_dir)
+    """Print the sizes of the two parts of the tied gradient by three norms, on a batch of held-out text."""
+    run = open_run(run_dir)
     dataset = load_dataset(run.config.data, run.config.model.context_len, run.tokenizer)
-    batch = next(iter((dataset.val or dataset.train).eval_batches(32, 32)))
+    params, step = run.load_params(dataset.text_sha256)
+    windows = max(1, TOKENS_PER_CALL // run.config.model.context_len)
+    batch = next((dataset.val or dataset.train).eval_batches(windows, windows))
     split = jax.jit(tied_gradient, static_argnames="config")(params, batch, config=run.config.model)
     norms = tied_norms(split)
     V, D = split.head.shape
-    print(f"step {step}, {batch.mask.sum():,} held-out tokens, loss {float(split.loss):.4f}")
+    kind = "training" if dataset.val is None else "held-out"
+    print(f"step {step}, {batch.mask.sum():,} {kind} tokens, loss {float(split.loss):.4f}")
     print(f"gradient of the tied table E ({V}, {D}) = lookup part + head part\n")
     print(f"{'norm':<12} {'lookup':>12} {'head':>12} {'sum':>12} {'head share':>12}")
     for name, label in (("l2", "L2"), ("l2_squared", "L2 squared"), ("l1", "L1")):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .config import Config, InputError, ModelConfig, TrainConfig
+from .config import Config, InputError, ModelConfig, TrainConfig, require
 from .data import Batch, Dataset
 from .functional import abstract_params, init
 from .losses import LossSum, loss_sum
@@ -58,6 +58,11 @@ def _loss_and_grads(params, batch: Batch, config: ModelConfig, parts: int, dropo
     if parts == 1:
         (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, batch, dropout_key)
     else:
+        B = batch.tokens.shape[0]
+        require(
+            batch.tokens.ndim == 2 and B % parts == 0,
+            f"the batch has shape {batch.tokens.shape}; accumulate = {parts} needs (B, T) with B a multiple of {parts}",
+        )
         micro = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
 
         def add(carry, xs):
@@ -133,15 +138,20 @@ def evaluate(params, source, config: ModelConfig, batch_size: int, max_windows: 
     return LossSum(np.float64(total), np.float64(count))
 
 
-def bits(dataset: Dataset, nats: float) -> float:
-    """Nats per token as bits per character, or as bits per token where the data is not made of characters."""
-    return nats / math.log(2) * (dataset.tokens_per_char or 1.0)
+def bits(tokens_per_char: float | None, nats: float) -> float:
+    """Nats per token as bits per character, or as bits per token where the data is not made of characters (None)."""
+    return nats / math.log(2) * (tokens_per_char or 1.0)
 
 
 def next_stop(step: int, train: TrainConfig) -> int:
     """Where the compiled call that starts at `step` ends: a function of the step alone, so never of interruptions."""
     periods = [train.steps_per_call, train.eval_every, train.checkpoint_every, train.sample_every]
     return min([train.steps] + [step - step % period + period for period in periods if period])
+
+
+def evaluation_due(step: int, train: TrainConfig) -> bool:
+    """Whether the held-out loss is measured after this step."""
+    return step == train.steps or (step > 0 and train.eval_every > 0 and step % train.eval_every == 0)
 
 
 def train(
@@ -151,15 +161,18 @@ def train(
     save: Callable[[TrainState], None] = lambda state: None,
     sample: Callable[[dict, int], str] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    evaluate_first: bool = False,
 ) -> Iterator[dict]:
     """Train from `state.step` to `config.train.steps`, as a stream of records (dicts with "kind" and "step"):
 
     "train": after every update: loss, bits, lr, grad_norm, tokens_per_s
-    "eval": on held-out text: loss, bits, full (whether all of it was used)
+    "eval": on held-out text: loss, bits, full (whether all of it was used); `bits` is bits per character, or per
+    token where the data has no characters
     "sample": text, "saved": after `save(state)`, "stopped": `should_stop()` said so, and the state was saved
 
-    `bits` is bits per character, or per token where the data has no characters. The state is donated: use the saved
-    one. Order of batches and dropout depend on (seed, step) alone, so a resumed run equals an unbroken one bit for bit.
+    Saving comes before evaluating, which takes longer; a run that was stopped in between begins with that evaluation
+    (`evaluate_first`). The state is donated: use the saved one. Order of batches and dropout depend on (seed, step)
+    alone, so a resumed run equals an unbroken one bit for bit. Raises `InputError` where the loss is not finite.
     """
     t, T = config.train, config.model.context_len
     run, step = compile_steps(config), int(state.step)
@@ -173,8 +186,16 @@ def train(
 
     def evaluation(full: bool) -> dict:
         mean = evaluate(state.params, dataset.val, config.model, eval_size, None if full else t.eval_windows).mean()
-        return {"kind": "eval", "step": step, "loss": float(mean), "bits": bits(dataset, float(mean)), "full": full}
+        return {
+            "kind": "eval",
+            "step": step,
+            "loss": float(mean),
+            "bits": bits(dataset.tokens_per_char, float(mean)),
+            "full": full,
+        }
 
+    if evaluate_first:
+        yield evaluation(full=step == t.steps)
     if step < t.steps:
         batches, n = stacked(step)
     clock = time.perf_counter()
@@ -190,19 +211,22 @@ def train(
         speed = done * t.batch_size * T / (now - clock)
         for i in range(done):
             record = {name: float(values[i]) for name, values in metrics.items()}
-            record |= {"bits": bits(dataset, record["loss"]), "tokens_per_s": round(speed)}
+            if not math.isfinite(record["loss"] + record["grad_norm"]):
+                raise InputError(
+                    f"loss {record['loss']:g} or gradient norm {record['grad_norm']:g} is not finite at step "
+                    f"{first + i}; start again with a lower train.peak_lr"
+                )
+            record |= {"bits": bits(dataset.tokens_per_char, record["loss"]), "tokens_per_s": round(speed)}
             yield {"kind": "train", "step": first + i, **record}
-        if not np.isfinite(metrics["loss"][:done]).all():
-            raise InputError(f"the loss is not finite at step {step}; start again with a lower train.peak_lr")
-        if dataset.val is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0)):
-            yield evaluation(full=step == t.steps)
-        if sample is not None and t.sample_every and step % t.sample_every == 0:
-            yield {"kind": "sample", "step": step, "text": sample(state.params, step)}
         stop = should_stop() and step < t.steps
         if stop or step == t.steps or (t.checkpoint_every and step % t.checkpoint_every == 0):
-            save(state)
+            save(state)  # before anything else that takes time
             yield {"kind": "saved", "step": step}
         if stop:
             yield {"kind": "stopped", "step": step}
             return
+        if dataset.val is not None and evaluation_due(step, t):
+            yield evaluation(full=step == t.steps)
+        if sample is not None and t.sample_every and step % t.sample_every == 0:
+            yield {"kind": "sample", "step": step, "text": sample(state.params, step)}
         clock = time.perf_counter()

@@ -294,7 +294,7 @@ def test_ids_that_are_no_integers_are_refused(field, dtype):
     arrays = {"tokens": np.zeros((2, 3), np.int32), "targets": np.zeros((2, 3), np.int32)}
     arrays[field] = arrays[field].astype(dtype)
     for compute in (mg.loss, jax.jit(mg.loss, static_argnums=2)):
-        with pytest.raises(mg.InputTypeError, match=f"{field} are {dtype}; give integer"):
+        with pytest.raises(mg.InputTypeError, match=f"{field} of type {dtype}; give integer"):
             compute(tiny_params(), mg.Batch(**arrays), TINY)
 
 

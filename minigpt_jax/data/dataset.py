@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigpt_jax.config import DataConfig, InputError, require
+from minigpt_jax.config import DataConfig, InputError, replacing, require
 from minigpt_jax.data import shakespeare, verbs
-from minigpt_jax.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, replacing
+from minigpt_jax.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 
 PIECE_BYTES = 8 << 20
 _ORDER_TAG = 0xDA7A  # keeps the data order's random stream apart from every other use of the same seed
@@ -338,7 +338,10 @@ def load_dataset(data: DataConfig, context_len: int, tokenizer: Tokenizer | None
     try:
         tokens = open_tokens(path, tokenizer)
     except InputError:
-        tokenize_to_file(pieces(), tokenizer, path)
+        about = tokenize_to_file(pieces(), tokenizer, path)
+        if about["text_sha256"] != sha.hexdigest():
+            path.unlink()  # or the new text's tokens would stand for the old text from now on
+            raise InputError(f"{name} changed while it was read; run again") from None
         tokens = open_tokens(path, tokenizer)
     count = len(tokens)
     require(

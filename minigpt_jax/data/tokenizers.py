@@ -5,47 +5,24 @@ Ids are int32 in [0, V). `decode` takes any sequence of ints, a NumPy or JAX arr
 
 import abc
 import codecs
-import contextlib
 import functools
 import hashlib
 import importlib
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minigpt_jax.config import InputError, InputTypeError, require
+from minigpt_jax.config import InputError, InputTypeError, replacing, require
 
 # GPT-4's pattern with bounded whitespace: tiktoken's regular expressions overflow their stack on megabytes of blanks.
 BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]{0,64}"
     r"|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s{1,64}"
 )
-
-
-@contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Any]:
-    """A binary file that takes the name `path` only when it was written to its end. Makes the folder."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}; choose a folder that can be written"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 class Tokenizer(abc.ABC):

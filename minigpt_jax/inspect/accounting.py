@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..config import ModelConfig
 from ..functional import abstract_params
-from ..optimizer import leaf_paths
+from ..trees import leaf_paths
 
 TABLE = "embed/embedding"
 
