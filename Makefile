@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+CODE := minigpt_jax tests benchmarks examples
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test parity lint format bench clean
@@ -41,10 +42,10 @@ parity: $(INSTALLED) ## compare with transformers on torch (installs both)
 	@$(BIN)/python -m pytest -m parity
 
 lint: $(INSTALLED) ## check style
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/ruff check $(CODE) && $(BIN)/ruff format --check $(CODE)
 
 format: $(INSTALLED) ## mend style
-	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	@$(BIN)/ruff check --fix $(CODE) && $(BIN)/ruff format $(CODE)
 
 bench: $(INSTALLED) ## measure training and generation on this machine
 	@$(BIN)/python benchmarks/bench.py
