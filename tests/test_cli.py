@@ -771,3 +771,35 @@ def test_a_loss_that_is_not_finite(place):
     options = ["--train.peak-lr", "1e30", "--run-dir", "wild"]
     result = place.minigpt("train", "tiny.yaml", *options, code=2, env=QUICK)
     assert "not finite" in one_line(result.stderr) and "peak_lr" in result.stderr
+
+
+def test_one_process_at_a_time_trains_in_a_run_directory(place, trained):
+    """Two would write each other's metrics, and delete each other's checkpoints. A closed terminal (SIGHUP) saves."""
+    first = place.start("train", "tiny.yaml", "--run-dir", "runs/busy", "--train.steps", "1000000")
+    try:
+        deadline = time.monotonic() + 60
+        while not (place / "runs/busy/metrics.jsonl").is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert "another process trains in runs/busy" in place.refused("train", "runs/busy")
+        first.send_signal(signal.SIGHUP)
+        out, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 0 and b"go on with: minigpt train runs/busy" in out
+
+
+def test_another_text_is_no_held_out_text(inside, place, trained, tmp_path):
+    """A text that has changed since would move training text into the tail that is evaluated."""
+    shutil.copytree(place / "runs/tiny", tmp_path / "run")
+    config = (tmp_path / "run/config.yaml").read_text(encoding="utf-8")
+    path = re.search(r"path: (.*)", config)[1]
+    changed = Path(path).read_text(encoding="utf-8")[:-1]
+    (tmp_path / "changed.txt").write_text(changed, encoding="utf-8")
+    (tmp_path / "run/config.yaml").write_text(config.replace(path, str(tmp_path / "changed.txt")), encoding="utf-8")
+    for command in ("eval", "grads"):
+        assert "was trained on other text" in one_line(inside(command, str(tmp_path / "run"), code=2)[1])
+    out, _ = inside("eval", str(tmp_path / "run"), "--text", str(tmp_path / "changed.txt"))
+    assert "nats per token" in out and "n-gram" in out
+    (tmp_path / "changed.txt").rename(tmp_path / "moved.txt")
+    out, _ = inside("eval", str(tmp_path / "run"), "--text", str(tmp_path / "moved.txt"))
+    assert "nats per token" in out and "no n-gram to compare with" in out

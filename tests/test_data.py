@@ -814,3 +814,23 @@ def test_ngram_arguments():
     refused(lambda: ngram_cross_entropy([0], [0], 0, 2), "order is 0")
     refused(lambda: ngram_cross_entropy([0], [0], 1, 2, alpha=0.0), "alpha")
     refused(lambda: ngram_cross_entropy([0], [0], 5, 50257), "50257", "smaller order")
+
+
+def test_a_text_that_changes_while_it_is_read_leaves_no_tokens_behind(tmp_path, monkeypatch):
+    """The tokens of the new text under the hash of the old one would be trained on from then on."""
+    monkeypatch.setenv("MINIGPT_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("abc" * 20, encoding="utf-8")
+    real = dataset.tokenize_to_file
+
+    def saved_meanwhile(pieces, tokenizer, file):
+        path.write_text("cab" * 20, encoding="utf-8")
+        return real(dataset.iter_text(path), tokenizer, file)
+
+    monkeypatch.setattr(dataset, "tokenize_to_file", saved_meanwhile)
+    data = DataConfig(corpus="text", path=str(path))
+    refused(lambda: load_dataset(data, 8), "changed while it was read")
+    monkeypatch.setattr(dataset, "tokenize_to_file", real)
+    path.write_text("abc" * 20, encoding="utf-8")
+    loaded = load_dataset(data, 8)
+    assert loaded.tokenizer.decode(loaded.train.tokens[:6]) == "abcabc"
