@@ -25,7 +25,7 @@ from .decoding import generate
 from .inspect import param_table, tied_gradient, tied_norms
 from .inspect.pictures import plot_loss
 from .optimizer import describe_decay
-from .train import bits, evaluate, evaluation_due, init_state, train
+from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, train
 
 # Compiled programs outlive the process, so that the second command starts at once. JAX's own variables
 # JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false move it or switch it off.
@@ -34,8 +34,6 @@ if not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 NGRAM_ORDER = 3
-# Windows per compiled call of an evaluation: about as many tokens whatever the context length.
-TOKENS_PER_CALL = 2048
 fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # POSIX only
 
 
@@ -263,8 +261,7 @@ def write_text(
     params, tokenizer, config: Config, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window=None
 ) -> str:
     """Prompt and continuation as text. `window` None is the training length where positions allow one."""
-    begin = getattr(tokenizer, "bos_id", None)
-    ids = [] if begin is None else [begin]
+    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     if prompt is None and not ids:
         prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
     ids += tokenizer.encode(prompt or "").tolist()
@@ -286,9 +283,9 @@ def write_text(
         sampling=sampling,
         window=window or None,
         vocab_limit=tokenizer.vocab_size,
-        stop_token=getattr(tokenizer, "eos_id", None),
+        stop_token=tokenizer.eos_id,
     ).tolist()
-    special = {getattr(tokenizer, name, None) for name in ("pad_id", "bos_id", "eos_id")}
+    special = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
     return tokenizer.decode([i for i in ids + new if i not in special])
 
 

@@ -18,6 +18,9 @@ from .losses import LossSum, loss_sum
 from .model import wide
 from .optimizer import learning_rate, make_optimizer
 
+# Tokens of a compiled call that evaluates: the number of windows follows from the context length.
+TOKENS_PER_CALL = 2048
+
 
 class TrainState(NamedTuple):
     """All that training carries from step to step. Batches and dropout are functions of (seed, step)."""
@@ -176,7 +179,7 @@ def train(
     """
     t, T = config.train, config.model.context_len
     run, step = compile_steps(config), int(state.step)
-    eval_size = max(t.batch_size, 2048 // T)
+    eval_size = max(1, TOKENS_PER_CALL // T)
 
     def stacked(step: int) -> tuple[Batch, int]:
         """Batches of the call that starts at `step`, and their number; the last one repeated to fill K."""
