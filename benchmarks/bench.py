@@ -29,7 +29,7 @@ def training(model: mg.ModelConfig, batch: int, per_call: int):
 
     def once() -> float:
         start = time.perf_counter()
-        state[0], metrics = run(state[0], batches, np.int32(per_call))
+        state[0], metrics = run(state[0], batches, np.int32(per_call), np.int32(0))
         jax.device_get(metrics)
         return (time.perf_counter() - start) / per_call
 

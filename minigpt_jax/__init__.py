@@ -8,15 +8,18 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": "Config DataConfig InputError InputTypeError ModelConfig Sampling TrainConfig load_config save_config",
+    "errors": "InputError InputTypeError",
+    "config": "Config DataConfig ModelConfig Sampling TrainConfig load_config save_config",
     "model": "MiniGPT",
-    "functional": "embed forward init trunk unembed",
+    "functional": "embed forward init readout trunk unembed",
     "losses": "cross_entropy_from_logits loss",
     "data": "Batch load_dataset",
+    "tying": "assert_tied clip_head_gradient retie scale_lookup_gradient tie_gradients untie untied",
     "optimizer": "decay_mask learning_rate make_optimizer",
     "train": "TrainState evaluate init_state make_train_step",
     "decoding": "filter_logits generate",
-    "inspect": "TiedGradient param_table tied_gradient tied_norms",
+    "inspect": "init_probes interface_consistency lens_points lens_table load_probes logit_lens neighbours "
+    "norms_by_frequency param_table save_probes tied_gradient tied_stats token_table train_probes tree_report",
     "checkpoint": "Run open_run",
 }
 # No name may be that of a module: importing the module would put it in the name's place.

@@ -2,8 +2,8 @@
 
     config.yaml      every option, so that later defaults do not matter
     tokenizer.json   the vocabulary; ids mean nothing without it
-    metrics.jsonl    a JSON object for each step and evaluation
-    loss.png         the same as a picture
+    metrics.jsonl    a JSON object for each step, inspection and evaluation
+    loss.png         the same as a picture; tied.png where the tied gradient was inspected
     checkpoints/N/   orbax, after N updates: params, opt_state, meta (step, config, tokenizer and data hashes)
 
 orbax writes a checkpoint under a temporary name and renames it, so a killed save leaves the one before in place. Beside
@@ -22,8 +22,9 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from .config import Config, InputError, load_config, replacing, require, save_config
+from .config import Config, load_config, save_config
 from .data import load_tokenizer, save_tokenizer
+from .errors import InputError, replacing, require
 from .functional import abstract_params
 from .train import TrainState, abstract_state
 from .trees import tree_differences

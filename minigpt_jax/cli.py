@@ -12,7 +12,8 @@ from typing import Annotated
 import tyro
 
 from . import __version__
-from .config import Config, InputError, ModelConfig, Sampling, load_config, require
+from .config import Config, ModelConfig, Sampling, load_config
+from .errors import InputError, require
 
 PROG = "minigpt"
 Flat = tyro.conf.arg(name="")
@@ -94,19 +95,115 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Files:
+    """Where a command that looks inside leaves its results, besides printing them."""
+
+    json: Path | None = None
+    """Write the numbers to this file as JSON; `-` prints them in place of the table."""
+    plot: Path | None = None
+    """Draw a picture into this PNG file."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Grads:
-    """The gradient of the tied table on a batch of held-out text, split into its lookup and head parts."""
+    """The gradient of the tied table on a batch of held-out text, split into its lookup and head parts; by token, and
+    beside the other leaves."""
 
     run_dir: Positional[Path]
     """A run directory."""
+    files: Annotated[Files, Flat]
+    text: Path | None = None
+    """Use a batch of this UTF-8 text file instead."""
+    rows: int = 20
+    """How many rows of the table to print; 0: none."""
 
     def run(self) -> None:
-        from .runs import grads_run
+        from .views import grads_run
 
-        grads_run(self.run_dir)
+        grads_run(self.run_dir, self.text, self.rows, self.files.json, self.files.plot)
 
 
-COMMANDS = {"train": Train, "eval": Eval, "sample": Sample, "params": Params, "grads": Grads}
+@dataclasses.dataclass(frozen=True)
+class Lens:
+    """What a run would say after each layer of a prompt: the logit lens, or a tuned lens."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+    prompt: str
+    """The text to read."""
+    files: Annotated[Files, Flat]
+    layer: str | None = None
+    """Print this layer alone, position by position: embed, block_0/ffn, block_1/ffn ..."""
+    top_k: int = 5
+    """How many of the most likely tokens to keep for each layer and position."""
+    inside: bool = False
+    """Also look between attention and feed-forward layer: block_0/attention ..."""
+    tuned: bool = False
+    """Read through an affine probe for each layer. Probes are trained at first use and kept beside the run."""
+    tuned_steps: int = 300
+    """Updates of the probes."""
+
+    def run(self) -> None:
+        from .views import lens_run
+
+        lens_run(
+            self.run_dir,
+            self.prompt,
+            self.top_k,
+            self.inside,
+            self.layer,
+            self.tuned,
+            self.tuned_steps,
+            self.files.json,
+            self.files.plot,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """The tokens whose vectors in the tied table are nearest to a token's, by cosine."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+    token: Positional[str]
+    """The token's text, or its id as #7."""
+    files: Annotated[Files, Flat]
+    count: int = 10
+    """How many to print."""
+
+    def run(self) -> None:
+        from .views import neighbours_run
+
+        neighbours_run(self.run_dir, self.token, self.count, self.files.json, self.files.plot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One HTML page about a run: loss, parameters, tied gradient, lens, neighbours. It needs no network."""
+
+    run_dir: Positional[Path]
+    """A run directory."""
+    prompt: str | None = None
+    """The text to show the lens on; default: the beginning of the held-out text."""
+    out: Path | None = None
+    """The file to write; default: report.html in the run directory."""
+
+    def run(self) -> None:
+        from .views import report_run
+
+        report_run(self.run_dir, self.prompt, self.out)
+
+
+COMMANDS = {
+    "train": Train,
+    "eval": Eval,
+    "sample": Sample,
+    "params": Params,
+    "grads": Grads,
+    "lens": Lens,
+    "neighbours": Neighbours,
+    "report": Report,
+}
 
 
 def _config_named_in(arguments: list[str]) -> tuple[Path, Config]:

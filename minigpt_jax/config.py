@@ -7,38 +7,17 @@ Letters used for axes in the whole package (array names end in them, as in ``x_B
     L layers    S length of a key/value cache    N = B * T flattened positions
 """
 
-import contextlib
 import dataclasses
-import difflib
 import math
 import numbers
-import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import yaml
 
-
-class InputError(ValueError):
-    """Something that the user gave is wrong. The message is one line: what was given, what is allowed, what to do."""
-
-
-class InputTypeError(InputError, TypeError):
-    """As `InputError`, where the type is what is wrong (float token ids, say)."""
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InputError(message)
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """`` (did you mean 'x'?)``, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
+from .errors import InputError, InputTypeError, nearest, replacing, require
 
 _KINDS = {int: "an int", float: "a number", bool: "true or false", str: "text"}
 
@@ -259,10 +238,17 @@ class TrainConfig(_Checked):
     """Older checkpoints are deleted."""
     sample_every: int = 0
     """Print a sample after every so many updates; 0: never."""
+    inspect_every: int = 0
+    """Record both parts of the tied gradient after every so many updates, and 1, 2, 4 ... before; 0: never."""
+    lookup_gradient_scale: float = 1.0
+    """Multiply the lookup part of the tied gradient; an experiment, 1 changes nothing."""
+    clip_head_gradient: bool = False
+    """Scale the head part of the tied gradient down to the L2 norm of the lookup part; an experiment."""
 
     def check(self) -> None:
         self._at_least(1, "steps", "batch_size", "accumulate", "steps_per_call", "eval_windows", "keep_checkpoints")
         self._at_least(0, "warmup_steps", "eval_every", "checkpoint_every", "sample_every", "weight_decay")
+        self._at_least(0, "inspect_every", "lookup_gradient_scale")
         self._within(0, 1, "beta1", "beta2")
         self._within(0, 2**32, "seed")
         require(self.peak_lr > 0, f"TrainConfig.peak_lr is {self.peak_lr}; it must be above 0")
@@ -310,6 +296,12 @@ class Config(_Checked):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
 
     def check(self) -> None:
+        t = self.train
+        require(
+            self.model.tied or not (t.inspect_every or t.clip_head_gradient or t.lookup_gradient_scale != 1),
+            "train.inspect_every, lookup_gradient_scale and clip_head_gradient are about the two uses of one table; "
+            "this model is untied (tied: false): leave them out",
+        )
         require(
             self.model.param_dtype != "float16",
             "ModelConfig.param_dtype is float16; AdamW's epsilon is 0 there: train parameters in float32 or bfloat16 "
@@ -360,27 +352,6 @@ def load_config(path: str | Path) -> Config:
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     return config_from_dict(tree, str(path))
-
-
-@contextlib.contextmanager
-def replacing(path: str | Path) -> typing.Iterator[BinaryIO]:
-    """A binary file that takes the name `path` only when it was written to its end. Makes the folder."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}; choose a place that can be written"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def save_config(config: Config, path: str | Path) -> None:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import ModelConfig, Sampling, require
+from .config import ModelConfig, Sampling
+from .errors import require
 from .functional import check_context, check_tokens
 from .model import MiniGPT, wide
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import InputError, InputTypeError, ModelConfig, require
+from .config import ModelConfig
+from .errors import InputError, InputTypeError, require
 from .model import MiniGPT, initial_std
 from .trees import tree_differences
 
@@ -80,7 +81,7 @@ def check_context(length: int, config: ModelConfig) -> None:
     )
 
 
-_RANK = {"__call__": 2, "lookup": 2, "trunk": 3, "unembed": 3}
+_RANK = {"__call__": 2, "lookup": 2, "trunk": 3, "unembed": 3, "readout": 3}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "only_h"))
@@ -182,3 +183,11 @@ def unembed(params, h, config: ModelConfig) -> jax.Array:
     check_params(params, config)
     check_stream(h, config)
     return _apply(params, h, None, None, config=config, method="unembed")
+
+
+def readout(params, x, config: ModelConfig) -> jax.Array:
+    """Logits of the residual stream at any layer, (..., T, D) -> (..., T, V), as if it were the last: the final norm
+    with its own statistics of x, its scale and bias, then the head. What a logit lens does."""
+    check_params(params, config)
+    check_stream(x, config)
+    return _apply(params, x, None, None, config=config, method="readout")

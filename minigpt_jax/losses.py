@@ -6,9 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from .config import ModelConfig, require
+from .config import ModelConfig
 from .data import Batch
-from .functional import check_ids, check_mask, check_tokens, forward
+from .errors import require
+from .functional import check_ids, check_mask, check_tokens, embed, forward, trunk, unembed
 from .model import wide
 
 
@@ -67,17 +68,79 @@ def checked_batch(batch: Batch, config: ModelConfig) -> Batch:
     return Batch(tokens, jnp.asarray(targets), mask)
 
 
-def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None) -> LossSum:
+def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk: int | None = None) -> LossSum:
     """The batch's loss as sum and count; see `loss`."""
     batch = checked_batch(batch, config)
-    logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
-    return cross_entropy_sum(logits, batch.targets, batch.mask)
+    if chunk is None:
+        logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
+        return cross_entropy_sum(logits, batch.targets, batch.mask)
+    require(chunk >= 1, f"chunk is {chunk}; give the number of positions whose logits are held at once, at least 1")
+    h = trunk(params, embed(params, batch.tokens, config), config, dropout_key=dropout_key)
+    mask = jnp.ones(batch.targets.shape, bool) if batch.mask is None else batch.mask
+    return _chunked_sum(params, h, batch.targets, mask, config, chunk)
 
 
-def loss(params, batch: Batch, config: ModelConfig, dropout_key=None) -> jax.Array:
+def _chunked_sum(params, h, targets, mask, config: ModelConfig, chunk: int) -> LossSum:
+    """The head and its loss for `chunk` positions at a time, whose logits are computed again in the backward pass."""
+    D, N = config.d_model, targets.size
+    spare = -N % chunk  # padding that no mask lets in
+
+    def cut(x, *shape):
+        flat = x.reshape(N, *shape)
+        return jnp.pad(flat, [(0, spare)] + [(0, 0)] * len(shape)).reshape(-1, chunk, *shape)
+
+    @jax.checkpoint
+    def part(h_CxD, targets_C, mask_C):
+        return cross_entropy_sum(unembed(params, h_CxD, config), targets_C, mask_C)
+
+    def add(carry, xs):
+        return jax.tree.map(jnp.add, carry, part(*xs)), None
+
+    zero = jnp.zeros((), wide(config.dtype))
+    return jax.lax.scan(add, LossSum(zero, zero), (cut(h, D), cut(targets), cut(mask)))[0]
+
+
+def loss(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk: int | None = None) -> jax.Array:
     """Mean cross-entropy of `batch.targets` in nats, over the positions where `batch.mask` is True (default: all).
 
     The mask says which targets count, nothing else: padding on the right needs no more, since no real position sees a
-    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made.
+    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made. With
+    `chunk`, the logits of only so many positions exist at once: the same value and gradients in less memory.
     """
-    return loss_sum(params, batch, config, dropout_key).mean()
+    return loss_sum(params, batch, config, dropout_key, chunk).mean()
+
+
+def loss_and_grads(
+    params, batch: Batch, config: ModelConfig, dropout_key=None, accumulate: int = 1, chunk: int | None = None
+) -> tuple[LossSum, dict]:
+    """The batch's loss, and the gradient of its mean; computed in `accumulate` micro-batches.
+
+    Sums and counts are added up and divided once, so that the result does not depend on how the batch is cut.
+    """
+
+    def total(params, batch, key):
+        summed = loss_sum(params, batch, config, key, chunk)
+        return summed.total, summed
+
+    if accumulate == 1:
+        (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, batch, dropout_key)
+    else:
+        shape = jnp.shape(batch.tokens)
+        require(
+            len(shape) == 2 and shape[0] % accumulate == 0,
+            f"the batch has shape {shape}; accumulate = {accumulate} needs (B, T) with B a multiple of {accumulate}",
+        )
+        micro = jax.tree.map(lambda x: jnp.reshape(x, (accumulate, shape[0] // accumulate, *shape[1:])), batch)
+
+        def add(carry, xs):
+            i, part = xs
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+            (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, part, key)
+            return jax.tree.map(jnp.add, carry, (summed, grads)), None
+
+        zero = jnp.zeros((), wide(config.dtype))
+        # Sums of gradients are float32 at least, whatever the parameters are stored in.
+        zeros = LossSum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+        (summed, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(accumulate), micro))
+    scale = 1 / jnp.maximum(summed.count, 1)
+    return summed, jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, params)

@@ -293,6 +293,12 @@ class MiniGPT(nn.Module):
         residuals = {name: r_NxD.reshape(B, T, D) for name, r_NxD in residuals.items()}
         return h_NxD.reshape(B, T, D), residuals, None if cache is None else new_cache
 
+    def readout(self, x_BxTxD):
+        """Logits of the residual stream at any layer as if it were the last: the whole final norm, then the head."""
+        chex.assert_shape(x_BxTxD, (None, None, self.config.d_model))
+        B, T, D = x_BxTxD.shape
+        return self.unembed(self.norm_final(x_BxTxD.reshape(B * T, D)).reshape(B, T, D))
+
     def unembed(self, h_BxTxD):
         """Logits h E^T, in float32 at least: the head is the lookup's own table."""
         chex.assert_shape(h_BxTxD, (None, None, self.config.d_model))

@@ -6,7 +6,8 @@ import re
 import jax
 import optax
 
-from .config import TrainConfig, require
+from .config import TrainConfig
+from .errors import require
 from .trees import leaf_paths
 
 EMBEDDING = "embedding"

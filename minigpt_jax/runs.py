@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .checkpoint import Run, create_run, open_run
-from .config import Config, InputError, Sampling, require
+from .config import Config, Sampling
 from .data import Dataset, Windows, cache_dir, load_dataset, ngram_cross_entropy, read_text
 from .decoding import generate
-from .inspect import param_table, tied_gradient, tied_norms
-from .inspect.pictures import plot_loss
+from .errors import InputError, require
+from .inspect import param_table
+from .inspect.pictures import plot_loss, plot_tied
 from .optimizer import describe_decay
 from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, train
 
@@ -96,12 +97,12 @@ def _locked(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _metrics_writer(run: Run) -> Iterator[Callable[[dict], None]]:
-    """Observer: a JSON line for each training step and evaluation."""
+    """Observer: a JSON line for each training step, inspection and evaluation."""
     # Line by line: a kill right after a checkpoint must not take the records of the steps before it along.
     with open(run.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1) as file:
 
         def write(record: dict) -> None:
-            if record["kind"] in ("train", "eval"):
+            if record["kind"] in ("train", "inspect", "eval"):
                 file.write(json.dumps(record) + "\n")
 
         yield write
@@ -209,8 +210,12 @@ def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
                 observe(record)
     seconds = time.perf_counter() - began
     try:
-        plot_loss(run.metrics(), run.path / "loss.png", per)
+        records = run.metrics()
+        plot_loss(records, run.path / "loss.png", per)
         console.print(f"loss over steps: {run.path / 'loss.png'}")
+        if any(record["kind"] == "inspect" for record in records):
+            plot_tied(records, run.path / "tied.png")
+            console.print(f"the two parts of the tied gradient over steps: {run.path / 'tied.png'}")
     except InputError as error:
         console.print(f"note: {error}")
     if last["kind"] == "stopped":
@@ -297,26 +302,3 @@ def sample_run(
     run = open_run(run_dir)
     params, _ = run.load_params()
     print(write_text(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window))
-
-
-def grads_run(run_dir: Path) -> None:
-    """Print the sizes of the two parts of the tied gradient by three norms, on a batch of held-out text."""
-    run = open_run(run_dir)
-    dataset = load_dataset(run.config.data, run.config.model.context_len, run.tokenizer)
-    params, step = run.load_params(dataset.text_sha256)
-    windows = max(1, TOKENS_PER_CALL // run.config.model.context_len)
-    batch = next((dataset.val or dataset.train).eval_batches(windows, windows))
-    split = jax.jit(tied_gradient, static_argnames="config")(params, batch, config=run.config.model)
-    norms = tied_norms(split)
-    V, D = split.head.shape
-    kind = "training" if dataset.val is None else "held-out"
-    print(f"step {step}, {batch.mask.sum():,} {kind} tokens, loss {float(split.loss):.4f}")
-    print(f"gradient of the tied table E ({V}, {D}) = lookup part + head part\n")
-    print(f"{'norm':<12} {'lookup':>12} {'head':>12} {'sum':>12} {'head share':>12}")
-    for name, label in (("l2", "L2"), ("l2_squared", "L2 squared"), ("l1", "L1")):
-        parts = [norms[f"{part}_{name}"] for part in ("lookup", "head", "sum")]
-        print(f"{label:<12} " + " ".join(f"{x:>12.5g}" for x in parts) + f" {norms[f'head_share_{name}']:>12.1%}")
-    print(f"\ncosine of the two parts {norms['cosine']:+.3f}")
-    print(
-        f"rows with a lookup part {norms['lookup_rows']} of {V}: the head part moves every row, the lookup those read"
-    )

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .config import Config, InputError, ModelConfig, TrainConfig, require
+from .config import Config, ModelConfig, TrainConfig
 from .data import Batch, Dataset
+from .errors import InputError
 from .functional import abstract_params, init
-from .losses import LossSum, loss_sum
-from .model import wide
+from .inspect.tied import split_of, tied_stats
+from .losses import LossSum, loss_and_grads, loss_sum
 from .optimizer import learning_rate, make_optimizer
+from .tying import clip_head_gradient, scale_lookup_gradient, tie_gradients, two_tables, untied
 
 # Tokens of a compiled call that evaluates: the number of windows follows from the context length.
 TOKENS_PER_CALL = 2048
@@ -48,51 +50,27 @@ def abstract_state(config: Config) -> TrainState:
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
 
 
-def _loss_and_grads(params, batch: Batch, config: ModelConfig, parts: int, dropout_key):
-    """Mean loss and gradient over the valid targets of the batch, computed in `parts` micro-batches.
-
-    Sums and counts are added up and divided once, so that the result does not depend on how the batch is cut.
-    """
-
-    def total(params, batch, key):
-        summed = loss_sum(params, batch, config, dropout_key=key)
-        return summed.total, summed
-
-    if parts == 1:
-        (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, batch, dropout_key)
-    else:
-        B = batch.tokens.shape[0]
-        require(
-            batch.tokens.ndim == 2 and B % parts == 0,
-            f"the batch has shape {batch.tokens.shape}; accumulate = {parts} needs (B, T) with B a multiple of {parts}",
-        )
-        micro = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
-
-        def add(carry, xs):
-            i, part = xs
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-            (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, part, key)
-            return jax.tree.map(jnp.add, carry, (summed, grads)), None
-
-        zero = jnp.zeros((), wide(config.dtype))
-        # Sums of gradients are float32 at least, whatever the parameters are stored in.
-        zeros = LossSum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
-        (summed, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), micro))
-    scale = 1 / jnp.maximum(summed.count, 1)
-    return summed, jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, params)
-
-
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+def make_train_step(config: Config, inspect: bool = False) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """The pure `train_step(state, batch) -> (state, metrics)`; jit it, or scan over it.
 
     Metrics, all scalars: "loss" (nats per valid target), "lr", "grad_norm" (global L2, before clipping), "targets"
-    (how many were valid).
+    (how many were valid). With `inspect`, also "tied": `tied_stats` of the whole batch's gradient, before clipping and
+    before the interventions of `config.train`, and of the update that the optimizer made of it.
     """
-    optimizer, schedule = make_optimizer(config.train), learning_rate(config.train)
+    t = config.train
+    optimizer, schedule = make_optimizer(t), learning_rate(t)
+    interventions = [scale_lookup_gradient(t.lookup_gradient_scale)] if t.lookup_gradient_scale != 1 else []
+    interventions += [clip_head_gradient()] if t.clip_head_gradient else []
+    tie = optax.chain(*interventions, tie_gradients())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
-        key = jax.random.fold_in(_key(config.train, 1), state.step) if config.model.dropout else None
-        summed, grads = _loss_and_grads(state.params, batch, config.model, config.train.accumulate, key)
+        key = jax.random.fold_in(_key(t, 1), state.step) if config.model.dropout else None
+        if inspect or interventions:
+            by_use, model = two_tables(state.params), untied(config.model)
+            summed, grads_by_use = loss_and_grads(by_use, batch, model, key, t.accumulate)
+            grads, _ = tie.update(grads_by_use, tie.init(by_use))
+        else:
+            summed, grads = loss_and_grads(state.params, batch, config.model, key, t.accumulate)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": summed.mean(),
@@ -100,31 +78,53 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             "grad_norm": optax.tree.norm(grads),
             "targets": summed.count,
         }
+        if inspect:
+            split = split_of(summed.mean(), grads_by_use)
+            metrics["tied"] = tied_stats(split, updates["embed"]["embedding"])
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
     return train_step
 
 
 def compile_steps(config: Config):
-    """Compile `(state, batches, n) -> (state, metrics)`: the first n of K stacked batches, in one call.
+    """Compile `(state, batches, n, look) -> (state, metrics)`: the first n of K stacked batches, in one call.
 
     A loop inside the compiled program spares the cost of mapping its memory anew at each step. n is dynamic, so one
-    program serves every n <= K and a step's arithmetic does not depend on where training was interrupted.
+    program serves every n <= K and a step's arithmetic does not depend on where training was interrupted. `look` is 1
+    where the last of the n steps is to be inspected, else 0: a second loop of that many steps, since a branch inside
+    the first one would cost every step a tenth of its time. metrics["tied"] is that step's.
     """
-    train_step, K = make_train_step(config), config.train.steps_per_call
+    K, inspecting = config.train.steps_per_call, config.train.inspect_every > 0
+    plain, inspected = make_train_step(config), make_train_step(config, inspect=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(state: TrainState, batches_K: Batch, n: jax.Array):
-        def body(i, carry):
-            state, metrics_K = carry
-            state, metrics = train_step(state, jax.tree.map(lambda x: x[i], batches_K))
-            return state, jax.tree.map(lambda all_K, one: all_K.at[i].set(one), metrics_K, metrics)
+    def run(state: TrainState, batches_K: Batch, n: jax.Array, look: jax.Array):
+        def one(i, carry, step):
+            state, metrics_K, tied = carry
+            state, metrics = step(state, jax.tree.map(lambda x: x[i], batches_K))
+            tied = metrics.pop("tied", tied)
+            return state, jax.tree.map(lambda all_K, one: all_K.at[i].set(one), metrics_K, metrics), tied
 
-        _, abstract = jax.eval_shape(train_step, state, jax.tree.map(lambda x: x[0], batches_K))
-        metrics_K = jax.tree.map(lambda leaf: jnp.zeros((K, *leaf.shape), leaf.dtype), abstract)
-        return jax.lax.fori_loop(0, n, body, (state, metrics_K))
+        def zeros(tree, *axes):
+            return jax.tree.map(lambda leaf: jnp.zeros((*axes, *leaf.shape), leaf.dtype), tree)
+
+        _, shapes = jax.eval_shape(inspected if inspecting else plain, state, jax.tree.map(lambda x: x[0], batches_K))
+        tied = shapes.pop("tied", None)
+        carry = state, zeros(shapes, K), zeros(tied)
+        carry = jax.lax.fori_loop(0, n - look, functools.partial(one, step=plain), carry)
+        if inspecting:
+            carry = jax.lax.fori_loop(n - look, n, functools.partial(one, step=inspected), carry)
+        state, metrics, tied = carry
+        return state, metrics | ({"tied": tied} if inspecting else {})
 
     return run
+
+
+def inspection_due(step: int, train: TrainConfig) -> bool:
+    """Whether update `step`, counted from 1, records its tied gradient: every N = inspect_every, and 1, 2, 4 ... before
+    N, since the head part's share peaks in the first tens of updates (Lopardo et al. 2026, arXiv:2603.26663)."""
+    every = train.inspect_every
+    return every > 0 and step > 0 and (step % every == 0 or (step < every and step.bit_count() == 1))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -148,8 +148,10 @@ def bits(tokens_per_char: float | None, nats: float) -> float:
 
 def next_stop(step: int, train: TrainConfig) -> int:
     """Where the compiled call that starts at `step` ends: a function of the step alone, so never of interruptions."""
-    periods = [train.steps_per_call, train.eval_every, train.checkpoint_every, train.sample_every]
-    return min([train.steps] + [step - step % period + period for period in periods if period])
+    periods = [train.steps_per_call, train.eval_every, train.checkpoint_every, train.sample_every, train.inspect_every]
+    power = 1 << step.bit_length()  # the next one above step
+    early = [power] if power < train.inspect_every else []
+    return min([train.steps, *early] + [step - step % period + period for period in periods if period])
 
 
 def evaluation_due(step: int, train: TrainConfig) -> bool:
@@ -169,6 +171,7 @@ def train(
     """Train from `state.step` to `config.train.steps`, as a stream of records (dicts with "kind" and "step"):
 
     "train": after every update: loss, bits, lr, grad_norm, tokens_per_s
+    "inspect": after the updates that `inspection_due` names: the values of `tied_stats`
     "eval": on held-out text: loss, bits, full (whether all of it was used); `bits` is bits per character, or per
     token where the data has no characters
     "sample": text, "saved": after `save(state)`, "stopped": `should_stop()` said so, and the state was saved
@@ -203,13 +206,15 @@ def train(
         batches, n = stacked(step)
     clock = time.perf_counter()
     while step < t.steps:
-        state, metrics = run(state, batches, np.int32(n))
         first, step = step + 1, step + n
+        look = inspection_due(step, t)
+        state, metrics = run(state, batches, np.int32(n), np.int32(look))
         if step < t.steps:  # the next batches are made while the device works
             done, (batches, n) = n, stacked(step)
         else:
             done = n
         metrics = jax.device_get(metrics)
+        tied = metrics.pop("tied", {})
         now = time.perf_counter()
         speed = done * t.batch_size * T / (now - clock)
         for i in range(done):
@@ -221,6 +226,8 @@ def train(
                 )
             record |= {"bits": bits(dataset.tokens_per_char, record["loss"]), "tokens_per_s": round(speed)}
             yield {"kind": "train", "step": first + i, **record}
+        if look:
+            yield {"kind": "inspect", "step": step, **{name: x.item() for name, x in tied.items()}}
         stop = should_stop() and step < t.steps
         if stop or step == t.steps or (t.checkpoint_every and step % t.checkpoint_every == 0):
             save(state)  # before anything else that takes time

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import minigpt_jax as mg
-from minigpt_jax.config import InputError
+from minigpt_jax.errors import InputError
 from minigpt_jax.inspect import kv_cache_bytes, param_table
 
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))}

@@ -141,7 +141,9 @@ AT_LEAST_1 += [
     (TrainConfig, name)
     for name in ("steps", "batch_size", "accumulate", "steps_per_call", "eval_windows", "keep_checkpoints")
 ]
-AT_LEAST_0 = [(TrainConfig, name) for name in ("warmup_steps", "eval_every", "checkpoint_every", "sample_every")]
+AT_LEAST_0 = [
+    (TrainConfig, name) for name in ("warmup_steps", "eval_every", "checkpoint_every", "sample_every", "inspect_every")
+]
 LIMITS = [
     *[(cls, name, [1, 10**6], [0, -1]) for cls, name in AT_LEAST_1 if name != "accumulate"],
     (TrainConfig, "accumulate", [1, 32], [0, -1]),
@@ -162,6 +164,7 @@ LIMITS = [
     (TrainConfig, "beta2", [0, 0.999], [1, -0.1]),
     (TrainConfig, "adam_eps", [1e-12], [0, -1e-8]),
     (TrainConfig, "weight_decay", [0, 10], [-0.1]),
+    (TrainConfig, "lookup_gradient_scale", [0, 1, 10], [-0.1]),
     (TrainConfig, "clip_norm", [None, 1e-3, 100], [0, -1]),
     (Sampling, "temperature", [0, 1e-8, 100], [-1e-8, -1]),
     (Sampling, "top_k", [None, 1, 10**6], [0, -1]),

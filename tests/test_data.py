@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minigpt_jax.config import DataConfig, InputError, InputTypeError
+from minigpt_jax.config import DataConfig
 from minigpt_jax.data import dataset, ngram_cross_entropy, shakespeare, verbs
 from minigpt_jax.data.dataset import Rows, Windows, iter_text, load_dataset, open_tokens, read_text, tokenize_to_file
 from minigpt_jax.data.tokenizers import (
@@ -30,6 +30,7 @@ from minigpt_jax.data.tokenizers import (
     save_tokenizer,
     tokenizer_from_dict,
 )
+from minigpt_jax.errors import InputError, InputTypeError
 
 SOME_TEXT = "".join(f"{i} Citizen:\nBefore we proceed, hear me speak.\n\nAll:\nSpeak. né 😀 — “x”\n" for i in range(20))
 BPE = BPETokenizer.train([SOME_TEXT], 300)

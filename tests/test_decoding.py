@@ -12,8 +12,8 @@ import pytest
 
 import minigpt_jax as mg
 from minigpt_jax import decoding
-from minigpt_jax.config import InputError, InputTypeError
 from minigpt_jax.decoding import filter_logits, generate, keep_top_k, keep_top_p
+from minigpt_jax.errors import InputError, InputTypeError
 from minigpt_jax.functional import abstract_params
 
 GREEDY = mg.Sampling(temperature=0)

@@ -388,22 +388,22 @@ def split_of(lookup, head):
 
 def test_norms_by_hand():
     """3-4-5: orthogonal parts, whose squares add up, as their lengths do not."""
-    norms = mg.tied_norms(split_of([[3, 0], [0, 0]], [[0, 4], [0, 0]]))
+    norms = mg.tied_stats(split_of([[3, 0], [0, 0]], [[0, 4], [0, 0]]))
     assert norms == {
         "lookup_l2": 3, "head_l2": 4, "sum_l2": 5, "head_share_l2": 4 / 7,
         "lookup_l2_squared": 9, "head_l2_squared": 16, "sum_l2_squared": 25, "head_share_l2_squared": 16 / 25,
         "lookup_l1": 3, "head_l1": 4, "sum_l1": 7, "head_share_l1": 4 / 7,
         "cosine": 0, "lookup_rows": 1,
     }  # fmt: skip
-    opposed = mg.tied_norms(split_of([[3, 4], [0, 0]], [[-3, -4], [0, 0]]))
+    opposed = mg.tied_stats(split_of([[3, 4], [0, 0]], [[-3, -4], [0, 0]]))
     assert (opposed["cosine"], opposed["sum_l2"], opposed["head_share_l1"]) == (-1, 0, 0.5)
-    nothing = mg.tied_norms(split_of(np.zeros((2, 2)), np.zeros((2, 2))))
+    nothing = mg.tied_stats(split_of(np.zeros((2, 2)), np.zeros((2, 2))))
     assert set(nothing.values()) == {0}, "0/0 where no target counts"
 
 
 def test_squared_norm_is_both_squares_and_twice_the_product(x64):
     """|G|^2 = |lookup|^2 + |head|^2 + 2 |lookup| |head| cos, to float64's rounding."""
-    norms = mg.tied_norms(tied_gradient(params_of(float64(TINY)), a_batch(), float64(TINY)))
+    norms = mg.tied_stats(tied_gradient(params_of(float64(TINY)), a_batch(), float64(TINY)))
     cross = 2 * norms["lookup_l2"] * norms["head_l2"] * norms["cosine"]
     total = norms["lookup_l2_squared"] + norms["head_l2_squared"] + cross
     np.testing.assert_allclose(norms["sum_l2_squared"], total, rtol=1e-12)

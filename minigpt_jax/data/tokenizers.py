@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from minigpt_jax.config import InputError, InputTypeError, replacing, require
+from minigpt_jax.errors import InputError, InputTypeError, replacing, require
 
 # GPT-4's pattern with bounded whitespace: tiktoken's regular expressions overflow their stack on megabytes of blanks.
 BPE_PATTERN = (

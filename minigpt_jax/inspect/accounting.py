@@ -1,16 +1,19 @@
-"""Where the parameters, bytes and FLOPs of a config are, from its shapes alone: nothing is allocated."""
+"""Where the parameters, bytes and FLOPs of a config are, from its shapes alone; and how large a tree's leaves are."""
 
 import dataclasses
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ..config import ModelConfig
+from ..errors import require
 from ..functional import abstract_params
+from ..model import wide
 from ..trees import leaf_paths
-
-TABLE = "embed/embedding"
+from ..tying import HEAD, TABLE
+from .tables import Table
 
 
 class ParamRow(NamedTuple):
@@ -101,7 +104,7 @@ def _folded(rows) -> list[ParamRow]:
 def param_table(config: ModelConfig) -> ParamTable:
     """Path, shape, count and bytes of every leaf, by `jax.eval_shape`; the tied table once, with both its uses."""
     leaves = leaf_paths(abstract_params(config))
-    uses = {TABLE: "lookup, head" if config.tied else "lookup", "head/embedding_out": "head"}
+    uses = {TABLE: "lookup, head" if config.tied else "lookup", HEAD: "head"}
     rows = [
         ParamRow(
             path, leaf.shape, math.prod(leaf.shape), math.prod(leaf.shape) * leaf.dtype.itemsize, uses.get(path, "")
@@ -121,3 +124,76 @@ def kv_cache_bytes(config: ModelConfig, batch: int, length: int) -> int:
     """2 L G K S B bytes-per-value: keys and values of every layer, for `batch` sequences of `length` positions."""
     values = 2 * config.n_layers * config.kv_heads * config.head_dim * length * batch
     return values * jnp.dtype(config.dtype).itemsize
+
+
+def tree_report(tree, other=None) -> "TreeReport":
+    """Every array of a pytree, params, gradients, updates, optimizer state or a split: how large it is and whether it
+    is finite. With `other`, a tree of the same paths and shapes, ratio = L2 norm of this leaf / of the other's:
+    `tree_report(grads, params)` is gradient to weight, `tree_report(updates, params)` update to weight.
+
+    Records: path, shape, dtype, l2, rms, max (of the absolute values), nonfinite (how many values), share (of the
+    tree's squared L2 norm), and other_l2 and ratio. Sums are float32 at least, scaled so that they can't overflow.
+    """
+    leaves, others = leaf_paths(tree), {} if other is None else leaf_paths(other)
+    for path, leaf in leaves.items():
+        require(
+            hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, k) for k in (jnp.floating, jnp.integer, bool)),
+            f"{path or 'the tree'} is {type(leaf).__name__}, not an array of numbers; give a pytree of arrays",
+        )
+        if other is not None:
+            shape = jnp.shape(others[path]) if path in others else "missing"
+            require(shape == leaf.shape, f"{path} has shape {leaf.shape} and is {shape} in the second tree")
+    sizes = {path: _measured(leaf) for path, leaf in leaves.items()}
+    finite = [size.l2 for size in sizes.values() if math.isfinite(size.l2)]
+    largest = max(finite, default=0.0) or 1.0
+    total = sum((l2 / largest) ** 2 for l2 in finite)
+    records = []
+    for path, leaf in leaves.items():
+        size = sizes[path]
+        record = {"path": path, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype), **size._asdict()}
+        record["share"] = (size.l2 / largest) ** 2 / total if total else 0.0
+        if other is not None:
+            record["other_l2"] = _measured(others[path]).l2
+            record["ratio"] = size.l2 / record["other_l2"] if record["other_l2"] else math.nan
+        records.append(record)
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    bad = sum(size.nonfinite for size in sizes.values())
+    of = "" if len(finite) == len(sizes) else " of the finite leaves"
+    note = f"{len(leaves)} leaves, {count:,} values, {bad:,} not finite, L2 norm{of} {largest * math.sqrt(total):.6g}"
+    return TreeReport(records, note)
+
+
+class TreeReport(Table):
+    """`str()` prints it in 100 columns."""
+
+    def render(self, columns=None, limit=None) -> str:
+        names = {"path": "path", "shape": "shape", "dtype": "dtype", "l2": "L2 norm", "rms": "rms", "max": "max |x|"}
+        names |= {"nonfinite": "bad", "share": "share"}
+        if self.records and "ratio" in self.records[0]:
+            names |= {"ratio": "ratio"}
+        rows = [record | {"share": f"{record['share']:.1%}"} for record in self.records]
+        return Table(rows, self.note).render(columns or names, limit)
+
+
+class _Size(NamedTuple):
+    l2: float
+    rms: float
+    max: float
+    nonfinite: int
+
+
+def _measured(leaf) -> _Size:
+    if not math.prod(jnp.shape(leaf)):
+        return _Size(0.0, 0.0, 0.0, 0)
+    largest, mean_square, nonfinite = jax.device_get(_reduced(leaf))
+    rms = float(largest) * math.sqrt(mean_square)
+    return _Size(rms * math.sqrt(math.prod(jnp.shape(leaf))), rms, float(largest), int(nonfinite))
+
+
+@jax.jit
+def _reduced(x):
+    """max |x|, the mean square of x / max |x|, and how many values are not finite."""
+    x = x.astype(wide(x.dtype)).reshape(-1, x.shape[-1] if x.ndim else 1)
+    largest = jnp.max(jnp.abs(x))
+    scaled = x / jnp.where(largest > 0, largest, 1)
+    return largest, jnp.mean(jnp.mean(scaled**2, axis=1)), jnp.sum(~jnp.isfinite(x))

@@ -1,0 +1,89 @@
+"""The tied table as a set of vectors: neighbours, how well its two uses fit together, norms and frequencies."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config import ModelConfig
+from ..errors import require
+from ..functional import check_ids, check_params, readout
+
+
+def neighbours(params, token: int, k: int = 10, vocab_limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The k tokens nearest to `token` in E by cosine, itself left out: ids (k,) and cosines (k,), nearest first."""
+    E = params["embed"]["embedding"]
+    token = np.asarray(check_ids(token, E.shape[0], "token"))
+    require(token.ndim == 0, f"token has shape {token.shape}; give one id")
+    ids, cosines = all_neighbours(params, k, vocab_limit, token[None])
+    return ids[0], cosines[0]
+
+
+def all_neighbours(params, k: int = 10, vocab_limit: int | None = None, tokens=None) -> tuple[np.ndarray, np.ndarray]:
+    """`neighbours` of many tokens (default: every one): ids (N, k) and cosines (N, k)."""
+    E = params["embed"]["embedding"][:vocab_limit]
+    V = E.shape[0]
+    tokens = np.arange(V) if tokens is None else np.asarray(tokens)
+    require(k >= 1, f"k is {k}; it must be at least 1")
+    require(V >= 2, "the table has one row; a token has no neighbours there")
+    require(bool((tokens < V).all()), f"a token is beyond the vocabulary of {V}: its row has no text")
+    ids, cosines = jax.lax.map(lambda token: _nearest(E, token, min(k, V - 1)), jnp.asarray(tokens), batch_size=64)
+    return np.asarray(ids), np.asarray(cosines)
+
+
+def _nearest(E_VxD, token, k: int):
+    cosine_V = E_VxD @ E_VxD[token] / jnp.maximum(_norm(E_VxD) * _norm(E_VxD[token]), jnp.finfo(E_VxD.dtype).tiny)
+    cosines, ids = jax.lax.top_k(cosine_V.at[token].set(-jnp.inf), k)
+    return ids, cosines
+
+
+def _norm(x):
+    return jnp.sqrt(jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) ** 2, axis=-1))
+
+
+class InterfaceConsistency(NamedTuple):
+    """Whether reading back what was looked up gives the same token: argmax(E norm(E[v])) = v."""
+
+    share: float
+    """Of the vocabulary, how much comes back as itself."""
+    decoded: np.ndarray
+    """(V,): the token that each comes back as."""
+    singular_values: np.ndarray
+    """(min(V, D),) of E, largest first: how evenly the table uses the stream's directions."""
+
+
+def interface_consistency(params, config: ModelConfig, vocab_limit: int | None = None) -> InterfaceConsistency:
+    """Of a tied table, or of an untied pair: `decoded` goes through lookup, final norm and head, with no block between.
+
+    After the idea of Gu et al. 2026 (arXiv:2602.04556) that sharing does not by itself keep the two sides consistent.
+    """
+    check_params(params, config)
+    E = params["embed"]["embedding"][:vocab_limit]
+
+    def decode(row_D):
+        return jnp.argmax(readout(params, row_D[None], config)[0, : E.shape[0]])
+
+    decoded = np.asarray(jax.lax.map(decode, E.astype(config.dtype), batch_size=64))
+    singular = np.linalg.svd(np.asarray(E, np.float64), compute_uv=False)
+    return InterfaceConsistency(float(np.mean(decoded == np.arange(E.shape[0]))), decoded, singular)
+
+
+class NormsByFrequency(NamedTuple):
+    norms: np.ndarray
+    """(V,): L2 norm of each row of E."""
+    counts: np.ndarray
+    """(V,): how often the token stands in the text."""
+    correlation: float | None
+    """Pearson, of norm and log count over the tokens that occur; None for fewer than three of them."""
+
+
+def norms_by_frequency(params, tokens, vocab_limit: int | None = None) -> NormsByFrequency:
+    """Row norm of E against how often each token stands in `tokens`, a text's ids."""
+    E = params["embed"]["embedding"][:vocab_limit]
+    norms = np.asarray(_norm(E))
+    counts = np.bincount(np.asarray(tokens).ravel(), minlength=E.shape[0])[: E.shape[0]]
+    seen = counts > 0
+    logs, some = np.log(counts[seen]), norms[seen]
+    varied = seen.sum() >= 3 and np.ptp(logs) > 0 and np.ptp(some) > 0
+    return NormsByFrequency(norms, counts, float(np.corrcoef(logs, some)[0, 1]) if varied else None)

@@ -1,0 +1,48 @@
+"""The report of a run as one HTML file that needs nothing else: no network, no server, no other file."""
+
+import html
+import json
+import math
+import re
+from importlib import resources
+
+# In this order: each file uses the functions of those before it.
+SCRIPTS = ("base", "axes", "charts", "tables", "training", "lens", "embedding", "main")
+
+
+def render_report(data: dict) -> str:
+    """The page for `data`; sections whose value is None or absent are left out, and non-finite numbers become null."""
+    page = resources.files(__package__) / "page"
+
+    def read(name: str) -> str:
+        return (page / name).read_text(encoding="utf-8")
+
+    scripts = "\n".join(read(f"{name}.js") for name in SCRIPTS)
+    parts = {
+        "title": html.escape(str(data.get("title") or "report")),
+        "style": read("style.css"),
+        "scripts": f'(() => {{\n"use strict";\n{scripts}}})();',
+        "data": _script_json(data),
+    }
+    # In one pass, so that a text in the data that looks like a placeholder stays what it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], read("page.html"))
+
+
+def _script_json(data) -> str:
+    """JSON that may stand inside a script element: no character in it can end the element or open a comment.
+
+    Halves of surrogate pairs, as from bytes that are no text, are escaped too: UTF-8 has no place for them.
+    """
+    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _finite(value):
+    """The same with None for NaN and the infinities, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,96 @@
+"""The tuned lens: an affine probe for each layer, trained to say what the last layer says (Belrose et al. 2023,
+arXiv:2303.08112). It answers what a layer knows; the logit lens, only what it shows in the last layer's own terms."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import safetensors
+import safetensors.numpy
+
+from ..config import ModelConfig
+from ..errors import InputError, replacing, require
+from ..functional import check_params, readout
+from ..model import wide
+from .lens import apply_probes, lens_points, residual_stack
+
+
+class Progress(NamedTuple):
+    """What `train_probes` yields after each step."""
+
+    step: int
+    kl: np.ndarray
+    """(R - 1,): KL(final || probe) of the step's batch in bits, for each point but the last, before the step."""
+    probes: dict
+
+
+def init_probes(config: ModelConfig, inside: bool = False) -> dict:
+    """Probes that change nothing: {"kernel": (R - 1, D, D), "bias": (R - 1, D)} of zeros, in x + x kernel + bias."""
+    R, D = len(lens_points(config, inside)), config.d_model
+    dtype = wide(config.dtype)
+    return {"kernel": jnp.zeros((R - 1, D, D), dtype), "bias": jnp.zeros((R - 1, D), dtype)}
+
+
+def train_probes(
+    params,
+    source,
+    config: ModelConfig,
+    steps: int = 300,
+    batch_size: int = 16,
+    peak_lr: float = 3e-3,
+    seed: int = 0,
+    inside: bool = False,
+) -> Iterator[Progress]:
+    """Adam on the mean KL(final || probe) over layers and positions; the model itself stays as it is.
+
+    `source` gives batches as a function of (seed, step), as a dataset's `train` does.
+    """
+    check_params(params, config)
+    require(steps >= 1, f"steps is {steps}; it must be at least 1")
+    probes = init_probes(config, inside)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(peak_lr, steps)))
+    opt_state = optimizer.init(probes)
+
+    def loss(probes, params, tokens_BxT):
+        rows = residual_stack(params, tokens_BxT, config, inside=inside)
+        x_RxNxD = rows.reshape(rows.shape[0], -1, config.d_model)
+        final_NxV = jax.nn.log_softmax(readout(params, x_RxNxD[-1], config))
+
+        @jax.checkpoint  # the logits of one layer at a time
+        def kl(x_NxD):
+            log_NxV = jax.nn.log_softmax(readout(params, x_NxD, config))
+            return jnp.mean(jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1)) / np.log(2)
+
+        kl_R = jax.lax.map(kl, apply_probes(probes, x_RxNxD)[:-1])
+        return jnp.mean(kl_R), kl_R
+
+    @jax.jit
+    def update(probes, opt_state, params, tokens_BxT):
+        grads, kl_R = jax.grad(loss, has_aux=True)(probes, params, tokens_BxT)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(probes, updates), opt_state, kl_R
+
+    for step in range(steps):
+        tokens = jnp.asarray(source.batch(seed, step, batch_size).tokens, jnp.int32)
+        probes, opt_state, kl_R = update(probes, opt_state, params, tokens)
+        yield Progress(step + 1, np.asarray(kl_R), probes)
+
+
+def save_probes(probes: dict, path: str | Path, step: int) -> None:
+    """Write the probes as safetensors, with the training step of the model that they read."""
+    arrays = {name: np.ascontiguousarray(value) for name, value in probes.items()}
+    with replacing(path) as file:
+        file.write(safetensors.numpy.save(arrays, metadata={"step": str(step)}))
+
+
+def load_probes(path: str | Path) -> tuple[dict, int]:
+    """The probes, and the step of the model that they were trained on."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}, int(file.metadata()["step"])
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} holds no probes of a tuned lens ({' '.join(str(error).split())[:100]})") from None
