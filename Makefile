@@ -31,10 +31,15 @@ demo: $(INSTALLED) ## train the course's Mini-GPT on Shakespeare, read it, look 
 	@echo "--- it writes:"
 	@$(BIN)/minigpt sample runs/demo --prompt "ROMEO:"
 	@echo
+	@echo "--- what it would say after each layer:"
+	@$(BIN)/minigpt lens runs/demo --prompt "To be, or not to be"
+	@echo
 	@echo "--- the two uses of its one table:"
-	@$(BIN)/minigpt grads runs/demo
+	@$(BIN)/minigpt grads runs/demo --rows 8
+	@echo
+	@$(BIN)/minigpt report runs/demo
 
-test: $(INSTALLED) ## run the tests
+test: $(INSTALLED) ## run the tests (those of the HTML page need Chromium on the PATH)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity"
 
 parity: $(INSTALLED) ## compare with transformers on torch (installs both)
@@ -47,8 +52,9 @@ lint: $(INSTALLED) ## check style
 format: $(INSTALLED) ## mend style
 	@$(BIN)/ruff check --fix $(CODE) && $(BIN)/ruff format $(CODE)
 
-bench: $(INSTALLED) ## measure training and generation on this machine
+bench: $(INSTALLED) ## measure training, generation and what looking inside costs on this machine
 	@$(BIN)/python benchmarks/bench.py
+	@$(BIN)/python benchmarks/inspecting.py --config S C
 
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

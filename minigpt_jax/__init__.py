@@ -18,8 +18,9 @@ _HOMES = {
     "optimizer": "decay_mask learning_rate make_optimizer",
     "train": "TrainState evaluate init_state make_train_step",
     "decoding": "filter_logits generate",
-    "inspect": "init_probes interface_consistency lens_points lens_table load_probes logit_lens neighbours "
-    "norms_by_frequency param_table save_probes tied_gradient tied_stats token_table train_probes tree_report",
+    "inspect": "LensTable TiedGradient init_probes interface_consistency lens_points lens_table load_probes logit_lens "
+    "neighbours norms_by_frequency param_table save_probes tied_gradient tied_stats token_table train_probes "
+    "tree_report",
     "checkpoint": "Run open_run",
 }
 # No name may be that of a module: importing the module would put it in the name's place.

@@ -140,8 +140,8 @@ class Lens:
     """Also look between attention and feed-forward layer: block_0/attention ..."""
     tuned: bool = False
     """Read through an affine probe for each layer. Probes are trained at first use and kept beside the run."""
-    tuned_steps: int = 300
-    """Updates of the probes."""
+    tuned_steps: int | None = None
+    """Train new probes with so many updates; default: use those beside the run, or make them with 300."""
 
     def run(self) -> None:
         from .views import lens_run

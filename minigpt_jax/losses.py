@@ -118,29 +118,30 @@ def loss_and_grads(
     Sums and counts are added up and divided once, so that the result does not depend on how the batch is cut.
     """
 
-    def total(params, batch, key):
+    def summed_loss(params, batch, key, value):
         summed = loss_sum(params, batch, config, key, chunk)
-        return summed.total, summed
+        return value(summed), summed
 
-    if accumulate == 1:
-        (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, batch, dropout_key)
-    else:
-        shape = jnp.shape(batch.tokens)
-        require(
-            len(shape) == 2 and shape[0] % accumulate == 0,
-            f"the batch has shape {shape}; accumulate = {accumulate} needs (B, T) with B a multiple of {accumulate}",
-        )
-        micro = jax.tree.map(lambda x: jnp.reshape(x, (accumulate, shape[0] // accumulate, *shape[1:])), batch)
+    grad = jax.grad(summed_loss, has_aux=True)
+    if accumulate == 1:  # divided before the backward pass, which spares a pass over all gradients
+        grads, summed = grad(params, batch, dropout_key, LossSum.mean)
+        return summed, grads
+    shape = jnp.shape(batch.tokens)
+    require(
+        len(shape) == 2 and shape[0] % accumulate == 0,
+        f"the batch has shape {shape}; accumulate = {accumulate} needs (B, T) with B a multiple of {accumulate}",
+    )
+    micro = jax.tree.map(lambda x: jnp.reshape(x, (accumulate, shape[0] // accumulate, *shape[1:])), batch)
 
-        def add(carry, xs):
-            i, part = xs
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-            (_, summed), grads = jax.value_and_grad(total, has_aux=True)(params, part, key)
-            return jax.tree.map(jnp.add, carry, (summed, grads)), None
+    def add(carry, xs):
+        i, part = xs
+        key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+        grads, summed = grad(params, part, key, lambda summed: summed.total)
+        return jax.tree.map(jnp.add, carry, (summed, grads)), None
 
-        zero = jnp.zeros((), wide(config.dtype))
-        # Sums of gradients are float32 at least, whatever the parameters are stored in.
-        zeros = LossSum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
-        (summed, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(accumulate), micro))
+    zero = jnp.zeros((), wide(config.dtype))
+    # Sums of gradients are float32 at least, whatever the parameters are stored in.
+    zeros = LossSum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+    (summed, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(accumulate), micro))
     scale = 1 / jnp.maximum(summed.count, 1)
     return summed, jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, params)

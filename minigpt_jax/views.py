@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 from . import __version__
@@ -39,6 +40,7 @@ from .runs import unit
 from .train import TOKENS_PER_CALL
 
 STDOUT = Path("-")
+PROMPT_TOKENS = 48  # of held-out text, where no prompt is given
 PAGE_ROWS = 3000  # beyond, a page holds the neighbours of the most frequent tokens only
 
 
@@ -137,18 +139,22 @@ def _probes_path(run: Run, inside: bool) -> Path:
     return run.path / ("tuned_lens_inside.safetensors" if inside else "tuned_lens.safetensors")
 
 
-def _probes(run: Run, params, step: int, inside: bool, steps: int) -> dict:
-    """The run's probes of a tuned lens: those beside it, or, where they are of another checkpoint, new ones."""
+def _probes(run: Run, params, step: int, inside: bool, steps: int | None) -> dict:
+    """The run's probes of a tuned lens: those beside it; new ones where they are of another checkpoint, or `steps`
+    asks for it."""
     path, config = _probes_path(run, inside), run.config.model
-    if path.is_file():
+    if path.is_file() and steps is None:
         probes, trained_on = load_probes(path)
         if trained_on == step:
             return probes
         print(f"the probes in {path} are of step {trained_on}; training new ones", file=sys.stderr)
     dataset = load_dataset(run.config.data, config.context_len, run.tokenizer)
-    windows = max(1, TOKENS_PER_CALL // (4 * config.context_len))
+    windows, steps = max(1, TOKENS_PER_CALL // (4 * config.context_len)), 300 if steps is None else steps
     progress = train_probes(params, dataset.train, config, steps, windows, inside=inside)
-    done = list(track(progress, "training an affine probe for each layer", total=steps, transient=True))
+    terminal = Console(stderr=True)
+    done = list(
+        track(progress, "an affine probe for each layer", steps, console=terminal, disable=not terminal.is_terminal)
+    )
     save_probes(done[-1].probes, path, step)
     before, after = done[0].kl, np.mean([record.kl for record in done[-20:]], axis=0)
     for name, a, b in zip(lens_points(config, inside), before, after, strict=False):
@@ -164,7 +170,7 @@ def lens_run(
     inside: bool,
     layer: str | None,
     tuned: bool,
-    tuned_steps: int,
+    tuned_steps: int | None,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -295,9 +301,11 @@ def report_data(run: Run, prompt: str | None) -> dict:
             | {"row_norm": frequency.norms[record["id"]].item(), "train_count": frequency.counts[record["id"]].item()}
             for record in token_table(split, batch, texts).records
         ]
-        if prompt is None and _has_text(dataset):
-            prompt = run.tokenizer.decode((dataset.val or dataset.train).tokens[: min(32, config.context_len)])
-    prompt_ids = _prompt_ids(run, prompt or texts[0])
+    if prompt is not None or dataset is None:
+        prompt_ids = _prompt_ids(run, prompt or texts[0])
+    else:
+        first = next((dataset.val or dataset.train).eval_batches(1, 1))
+        prompt_ids = first.tokens[0][first.mask[0]][:PROMPT_TOKENS]
     for name in ("lens", "tuned"):
         probes = None
         if name == "tuned":
@@ -307,7 +315,7 @@ def report_data(run: Run, prompt: str | None) -> dict:
                 notes.append(f"no tuned lens of this step: train one with minigpt lens {run.path} --tuned --prompt ...")
                 continue
         lens = lens_table(params, prompt_ids, config, top_k=5, probes=probes, vocab_limit=V)
-        data[name] = _lens_data(lens, prompt or texts[0])
+        data[name] = _lens_data(lens, run.tokenizer.decode(prompt_ids))
     if V >= 2:
         listed = np.argsort(-frequency.counts, kind="stable")[:PAGE_ROWS]
         if V > PAGE_ROWS:

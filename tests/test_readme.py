@@ -53,16 +53,21 @@ def test_commands_run(tmp_path):
     (tmp_path / "my.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200, encoding="utf-8")
     env = os.environ | {"MINIGPT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("minigpt ")]
-    assert len(commands) >= 5
+    assert len(commands) >= 8
     for command in commands:
-        words = [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', command)][1:]
-        quick = ["--train.steps", "12", "--model.n-layers", "1"] if words[0] == "train" else []
+        words = [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', command.split("  #")[0])][1:]
+        quick = {"train": ["--train.steps", "12", "--model.n-layers", "1"], "lens": ["--tuned-steps", "5"]}
         result = subprocess.run(
-            [sys.executable, "-m", "minigpt_jax", *words, *quick], cwd=tmp_path, env=env, capture_output=True, text=True
+            [sys.executable, "-m", "minigpt_jax", *words, *quick.get(words[0], [])],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
         )
         assert result.returncode == 0, f"{command}: {result.stderr}"
-    assert "bits per character" in result.stdout or "parameters" in result.stdout
-    assert (tmp_path / "runs/mine/loss.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("runs/mine/loss.png", "runs/mine/tied.png", "grads.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG"), picture
+    assert "<html" in (tmp_path / "runs/mine/report.html").read_text(encoding="utf-8")
 
 
 def test_make_targets_exist():

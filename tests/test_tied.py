@@ -23,23 +23,27 @@ import minigpt_jax as mg
 from minigpt_jax.checkpoint import create_run, open_run
 from minigpt_jax.data import CharTokenizer
 from minigpt_jax.functional import abstract_params
-from minigpt_jax.optimizer import leaf_paths
 from minigpt_jax.train import init_state
+from minigpt_jax.trees import leaf_paths
 
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=1, n_heads=1, d_ff=5, context_len=8)
 RUN = mg.Config(TINY, train=mg.TrainConfig(steps=10, warmup_steps=0, peak_lr=1e-2, batch_size=2))
+DEEP = dataclasses.replace(TINY, vocab_size=13, d_model=8, n_layers=2, n_heads=2)
 TABLE = "embed/embedding"
 
-# Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-loss_and_grads = quick_jit(jax.value_and_grad(mg.loss), static_argnums=2)
-tied_gradient = quick_jit(mg.tied_gradient, static_argnums=2)
-forward = quick_jit(mg.forward, static_argnums=2)
-unembed = quick_jit(mg.unembed, static_argnums=2)
+loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
+tied_gradient = jax.jit(mg.tied_gradient, static_argnums=2, static_argnames=("accumulate", "chunk"))
+forward = jax.jit(mg.forward, static_argnums=2)
+unembed = jax.jit(mg.unembed, static_argnums=2)
 
 
-def untied(config):
-    return dataclasses.replace(config, tied=False)
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def float64(config):
@@ -56,11 +60,6 @@ def params_of(config):
     )
 
 
-def untie(params):
-    """The same function with two leaves."""
-    return {**params, "head": {"embedding_out": params["embed"]["embedding"]}}
-
-
 def a_batch(shape=(2, 5), seed=0):
     rng = np.random.default_rng(seed)
     tokens, targets = rng.integers(0, TINY.vocab_size, (2, *shape)).astype(np.int32)
@@ -71,7 +70,7 @@ def a_batch(shape=(2, 5), seed=0):
 
 @functools.cache
 def state_after(steps):
-    state, step = init_state(RUN), quick_jit(mg.make_train_step(RUN))
+    state, step = init_state(RUN), jax.jit(mg.make_train_step(RUN))
     for i in range(steps):
         state, _ = step(state, a_batch(seed=i))
     return state
@@ -83,18 +82,9 @@ def x64():
         yield
 
 
-def assert_one_table(params, config):
-    """What "tied" means for a pytree. Raises for two leaves, however they are called or turned."""
-    V, D = config.vocab_size, config.d_model
-    leaves = leaf_paths(params)
-    assert [path for path in leaves if path.split("/")[-1] == "embedding"] == [TABLE]
-    assert [path for path, leaf in leaves.items() if leaf.shape == (V, D)] == [TABLE]
-    assert not [path for path, leaf in leaves.items() if leaf.shape == (D, V)]
-
-
 def assert_tied(params, config):
     """One table, and the head is it: the unit vectors unembed to its columns, exactly (sums with zeros)."""
-    assert_one_table(params, config)
+    mg.assert_tied(params, config)
     E = params["embed"]["embedding"]
     np.testing.assert_array_equal(unembed(params, jnp.eye(config.d_model, dtype=E.dtype), config), np.asarray(E).T)
 
@@ -114,13 +104,13 @@ def test_the_head_is_the_lookups_table_also_after_training(steps):
 @pytest.mark.parametrize("options", [{}, {"positions": "learned"}, {"norm": "rmsnorm", "ffn": "swiglu"}])
 def test_every_kind_of_tied_model_has_one_table(options):
     config = dataclasses.replace(TINY, **options)
-    assert_one_table(abstract_params(config), config)
+    mg.assert_tied(abstract_params(config), config)
 
 
 def test_tying_takes_away_one_leaf_of_v_times_d_and_one_first_moment():
     """equinox#469: flattening a shared object twice doubles its gradient and its optimizer state."""
     for config in (TINY, mg.ModelConfig(), mg.load_config(Path(__file__).parents[1] / "configs/gpt2.yaml").model):
-        one, two = abstract_params(config), abstract_params(untied(config))
+        one, two = abstract_params(config), abstract_params(mg.untied(config))
         assert len(jax.tree.leaves(two)) == len(jax.tree.leaves(one)) + 1
         sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (one, two)]
         assert sizes[1] - sizes[0] == config.vocab_size * config.d_model
@@ -135,21 +125,15 @@ def test_counts_by_hand():
     """V D + L (4 D^2 + 2 D F + F + D + 4 D) + 2 D, and V D more untied."""
     expected = 11 * 6 + (4 * 36 + 2 * 30 + 5 + 6 + 24) + 12
     assert sum(leaf.size for leaf in jax.tree.leaves(abstract_params(TINY))) == expected
-    assert sum(leaf.size for leaf in jax.tree.leaves(abstract_params(untied(TINY)))) == expected + 66
+    assert sum(leaf.size for leaf in jax.tree.leaves(abstract_params(mg.untied(TINY)))) == expected + 66
 
 
-def test_a_copied_table_is_detected():
-    """The checks above, held against the mistakes they are for: a second leaf, by any name, turned or not."""
-    params = params_of(TINY)
-    E = params["embed"]["embedding"]
-    assert_tied(params, TINY)
-    copies = ({"head": {"embedding_out": E}}, {"lm_head": {"kernel": E.T}}, {"wte": {"embedding": E[:5]}})
-    for second in copies:
-        with pytest.raises(AssertionError):
-            assert_one_table({**params, **second}, TINY)
-    # And a head that has drifted from the table by a millionth in one entry.
-    drifted = {**params, "head": {"embedding_out": E.at[3, 2].multiply(1 + 2**-20)}}
-    assert not np.array_equal(unembed(drifted, jnp.eye(TINY.d_model), untied(TINY)), np.asarray(E).T)
+def test_a_head_that_drifts_by_a_millionth_is_seen():
+    """The check above, held against what it is for."""
+    tree = mg.untie(params_of(TINY))
+    E = np.asarray(tree["embed"]["embedding"])
+    tree["head"]["embedding_out"] = tree["head"]["embedding_out"].at[3, 2].multiply(1 + 2**-20)
+    assert not np.array_equal(unembed(tree, jnp.eye(TINY.d_model), mg.untied(TINY)), E.T)
 
 
 def test_another_row_in_the_table_is_another_logit():
@@ -206,14 +190,14 @@ def test_the_tie_survives_a_checkpoint(tmp_path):
     np.testing.assert_array_equal(params["embed"]["embedding"], state.params["embed"]["embedding"])
     opt_state = open_run(tmp_path).load_state("").opt_state
     for moment in ("mu", "nu"):
-        assert_one_table(optax.tree.get(opt_state, moment), TINY)
+        mg.assert_tied(optax.tree.get(opt_state, moment), TINY)
 
 
 def test_low_precision_params_change_the_logits_a_little():
     """transformers#37905: casting the input table also casts the head, and its logits; by how much is bounded."""
     config = dataclasses.replace(TINY, param_dtype="bfloat16", dtype="bfloat16")
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
-    assert_one_table(half, config)
+    mg.assert_tied(half, config)
     logits, exact = forward(half, a_batch().tokens, config), forward(params_of(TINY), a_batch().tokens, TINY)
     assert logits.dtype == jnp.float32
     # The table, h and every product of the block are rounded by 2^-9 of themselves: 2^-6 in all, measured.
@@ -223,7 +207,7 @@ def test_low_precision_params_change_the_logits_a_little():
 # Init in other guises.
 
 
-@pytest.mark.parametrize("config", [TINY, untied(TINY)], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [TINY, mg.untied(TINY)], ids=["tied", "untied"])
 def test_abstract_init_has_the_structure_of_init(config):
     """Modalities#357: tied as shapes, then each name filled on its own."""
     real = mg.init(config, jax.random.key(0))
@@ -238,7 +222,7 @@ def test_init_gives_the_same_bits_inside_transformations():
     with jax.debug_key_reuse(False):  # the same keys again are the point here
         keys = jax.random.split(jax.random.key(7), 3)
         expected = [mg.init(TINY, key) for key in keys]
-        jitted = quick_jit(functools.partial(mg.init, TINY))(keys[1])
+        jitted = jax.jit(functools.partial(mg.init, TINY))(keys[1])
         mapped = jax.vmap(functools.partial(mg.init, TINY))(keys)
         raw = mg.init(TINY, jax.random.key_data(keys[1]))
     jax.tree.map(np.testing.assert_array_equal, jitted, expected[1])
@@ -263,7 +247,7 @@ def test_a_tied_step_is_the_untied_step_with_both_gradients_summed(optimizer, x6
         updates, tied_state = rule.update(grads, tied_state, tied)
         tied = optax.apply_updates(tied, updates)
 
-        _, two = loss_and_grads(untie(summed), a_batch(seed=i), untied(config))
+        _, two = loss_and_grads(mg.untie(summed), a_batch(seed=i), mg.untied(config))
         head, lookup = two.pop("head")["embedding_out"], two["embed"]["embedding"]
         assert np.abs(head).max() > 1e-3 and np.abs(lookup).max() > 1e-3
         two["embed"] = {"embedding": lookup + head}
@@ -273,46 +257,129 @@ def test_a_tied_step_is_the_untied_step_with_both_gradients_summed(optimizer, x6
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), tied, summed)
 
 
-@pytest.mark.parametrize("options", [{}, {"positions": "learned"}])
-def test_the_parts_add_up_to_the_gradient_of_the_loss(options, x64):
-    """To 1e-12 in float64: two routes of autodiff through the same sums."""
-    config = dataclasses.replace(float64(TINY), **options)
-    value, grads = loss_and_grads(params_of(config), a_batch(), config)
-    split = tied_gradient(params_of(config), a_batch(), config)
-    np.testing.assert_allclose(split.loss, value, rtol=1e-14)
+# Split by use. Each case: options of the model, of the call, and which targets count; 2 rows of 7.
+
+EVERY, HOLES = np.ones((2, 7), bool), np.random.default_rng(5).random((2, 7)) < 0.6
+ONE_AND_SEVEN = np.stack([np.arange(7) == 3, np.ones(7, bool)])
+CASES = {
+    "no_mask": ({}, {}, None),
+    "mask": ({}, {}, HOLES),
+    "accumulate": ({}, {"accumulate": 2}, ONE_AND_SEVEN),
+    "chunk": ({}, {"chunk": 3}, EVERY),  # the last piece is 2 of 14
+    "chunk_of_one": ({}, {"chunk": 1}, HOLES),
+    "chunk_beyond_the_batch": ({}, {"chunk": 50}, HOLES),
+    "chunk_and_accumulate": ({}, {"chunk": 3, "accumulate": 2}, ONE_AND_SEVEN),
+    "rmsnorm_swiglu_grouped": ({"norm": "rmsnorm", "ffn": "swiglu", "n_heads": 4, "n_kv_heads": 2}, {}, HOLES),
+    "learned_positions": ({"positions": "learned"}, {}, HOLES),
+    "remat": ({"remat": True}, {}, HOLES),
+    "dropout": ({"dropout": 0.4}, {}, HOLES),
+    "dropout_and_accumulate": ({"dropout": 0.4}, {"accumulate": 2}, ONE_AND_SEVEN),
+    "dropout_and_chunk": ({"dropout": 0.4}, {"chunk": 3}, HOLES),
+}
+
+
+@functools.cache
+def split_and_gradient(case, base):
+    """The split, and (loss, gradient) of `mg.loss` on the tied model: no chunks, no micro-batches but by hand."""
+    options, calling, mask = CASES[case]
+    config, key = dataclasses.replace(base, **options), None
+    batch = a_batch((2, 7))._replace(mask=mask)
+    if not config.dropout:
+        split = tied_gradient(params_of(config), batch, config, None, **calling)
+        whole = batch._replace(mask=EVERY if mask is None else mask)
+        return config, batch, split, loss_and_grads(params_of(config), whole, dataclasses.replace(config, remat=False))
+    split = tied_gradient(params_of(config), batch, config, jax.random.key(9), **calling)
+    if "accumulate" not in calling:
+        return config, batch, split, loss_and_grads(params_of(config), batch, config, jax.random.key(9))
+    parts = []
+    for i, count in enumerate(mask.sum(axis=1)):  # each micro-batch has its own key, and the weight of its targets
+        key = jax.random.fold_in(jax.random.key(9), i)
+        one = jax.tree.map(lambda x: x[i : i + 1], batch)  # noqa: B023
+        part = loss_and_grads(params_of(config), one, config, key)
+        parts.append(jax.tree.map(lambda x: np.asarray(x) * (count / mask.sum()), part))  # noqa: B023
+    return config, batch, split, jax.tree.map(np.add, *parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_add_up_to_the_gradient_of_the_loss(case, x64):
+    """In float64, to 1e-12 (entries are below 1), every leaf; and each part equals the oracle's, a reverse pass written
+    out by hand: swapped parts would still add up."""
+    config, batch, split, (value, grads) = split_and_gradient(case, float64(DEEP))
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+    near(split.loss, value)
     assert jax.tree.structure(split.grads) == jax.tree.structure(grads)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), split.grads, grads)
-    np.testing.assert_allclose(split.lookup + split.head, grads["embed"]["embedding"], rtol=0, atol=1e-12)
+    jax.tree.map(near, split.grads, grads)
+    near(split.lookup + split.head, grads["embed"]["embedding"])
     assert np.abs(split.lookup).max() > 1e-3 and np.abs(split.head).max() > 1e-3
-
-
-def test_the_parts_equal_the_oracles(x64):
-    """Against a reverse pass written out by hand; both parts swapped would still add up."""
-    config = float64(TINY)
-    split = tied_gradient(params_of(config), a_batch(), config)
-    value, grads, lookup, head = oracle.backward(params_of(config), *a_batch()[:2], config, a_batch().mask)
-    # float64 on both sides, values below 1.
-    np.testing.assert_allclose(split.loss, value, rtol=1e-12)
-    np.testing.assert_allclose(split.lookup, lookup, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(split.head, head, rtol=0, atol=1e-12)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), split.grads, grads)
+    value, _, lookup, head = oracle.backward(params_of(config), *batch[:2], config, batch.mask)
+    if config.dropout:
+        assert abs(split.loss - value) > 1e-3, "no dropout"
+    else:
+        near(split.loss, value)
+        near(split.lookup, lookup)
+        near(split.head, head)
 
 
 def test_the_parts_in_float32():
-    split = tied_gradient(params_of(TINY), a_batch(), TINY)
-    value, grads = loss_and_grads(params_of(TINY), a_batch(), TINY)
-    # Sums of some 50 float32 terms, relative to the largest entry.
-    atol = 1e-5 * float(jnp.abs(grads["embed"]["embedding"]).max())
+    config, batch, split, (value, grads) = split_and_gradient("chunk_and_accumulate", DEEP)
+    _, _, lookup, head = oracle.backward(params_of(config), *batch[:2], config, batch.mask)
     np.testing.assert_allclose(split.loss, value, rtol=1e-6)
+    # Sums of some 50 float32 terms through two blocks, relative to the largest entry.
+    atol = 1e-5 * float(jnp.abs(grads["embed"]["embedding"]).max())
     np.testing.assert_allclose(split.lookup + split.head, grads["embed"]["embedding"], rtol=0, atol=atol)
+    np.testing.assert_allclose(split.lookup, lookup, rtol=0, atol=atol)
+    np.testing.assert_allclose(split.head, head, rtol=0, atol=atol)
     np.testing.assert_array_equal(split.grads["embed"]["embedding"], split.lookup + split.head)
+
+
+def test_the_parts_with_computation_in_bfloat16():
+    """Blocks round to 8 bits; the table, the logits and both parts are float32."""
+    config = dataclasses.replace(DEEP, dtype="bfloat16")
+    split = tied_gradient(params_of(config), a_batch((2, 7)), config)
+    value, grads = loss_and_grads(params_of(config), a_batch((2, 7)), config)
+    _, _, lookup, head = oracle.backward(params_of(config), *a_batch((2, 7))[:2], config, a_batch((2, 7)).mask)
+    assert split.lookup.dtype == split.head.dtype == jnp.float32
+    largest = float(np.abs(lookup + head).max())
+    # The same roundings by two routes of autodiff, of which a few fall the other way: 2^-8 each.
+    np.testing.assert_allclose(split.loss, value, rtol=2.0**-8)
+    np.testing.assert_allclose(split.lookup + split.head, grads["embed"]["embedding"], rtol=0, atol=2.0**-8 * largest)
+    # Against float64: some ten roundings on the way.
+    np.testing.assert_allclose(split.lookup, lookup, rtol=0, atol=2.0**-4 * largest)
+    np.testing.assert_allclose(split.head, head, rtol=0, atol=2.0**-4 * largest)
+
+
+def test_the_split_outside_jit_equals_that_inside(x64):
+    config = float64(TINY)
+    jitted, plain = (split(params_of(config), a_batch(), config) for split in (tied_gradient, mg.tied_gradient))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-14), jitted, plain)  # float64
+
+
+@pytest.mark.parametrize(("path", "part"), [(TABLE, "lookup"), ("head/embedding_out", "head")])
+def test_each_part_is_the_slope_in_its_own_table(path, part, x64):
+    """Central differences of the loss with two tables, of which one moves: read rows, unread ones, a target's."""
+    config, batch = float64(TINY), a_batch()
+    split = tied_gradient(params_of(config), batch, config)
+    tree = mg.untie(params_of(config))
+    value = functools.partial(jax.jit(mg.loss, static_argnums=2), batch=batch, config=mg.untied(config))
+    read, unread = int(batch.tokens[0, 0]), min(set(range(11)) - set(batch.tokens.flat))
+    for index in [(read, 2), (int(batch.tokens[1, 0]), 5), (unread, 0)]:
+        slope = oracle.finite_difference(tree, path, index, value)
+        # Fourth order in steps of 3e-4, of a float64 loss.
+        np.testing.assert_allclose(getattr(split, part)[index], slope, rtol=0, atol=1e-10)
+        assert (abs(slope) > 1e-4) == ((part, index[0]) != ("lookup", unread))
+
+
+def z_loss(params, batch, config):
+    """The loss with a pull on the normaliser, as PaLM's."""
+    logsumexp = jax.nn.logsumexp(mg.forward(params, batch.tokens, config), axis=-1)
+    return mg.loss(params, batch, config) + 0.1 * jnp.mean(logsumexp**2)
 
 
 def test_the_head_part_in_closed_form(x64):
     """Row v is the mean over valid targets of (p_v - y_v) h. A shift or mask on one side only breaks it."""
     config, batch = float64(TINY), a_batch()
     params = params_of(config)
-    h = np.asarray(quick_jit(mg.trunk, static_argnums=2)(params, mg.embed(params, batch.tokens, config), config))
+    h = np.asarray(jax.jit(mg.trunk, static_argnums=2)(params, mg.embed(params, batch.tokens, config), config))
     E = np.asarray(params["embed"]["embedding"])
     rows = []
     for v in range(config.vocab_size):
@@ -323,22 +390,41 @@ def test_the_head_part_in_closed_form(x64):
         rows.append(np.mean(terms, axis=0))
     split = tied_gradient(params, batch, config)
     np.testing.assert_allclose(split.head, rows, rtol=0, atol=1e-14)  # float64, entries below 1
-    # Probabilities and one-hot both sum to 1 over V, so every column sums to 0: not so with a missing or masked row.
-    np.testing.assert_allclose(split.head.sum(axis=0), 0, atol=1e-15 * config.vocab_size)
+
+
+@pytest.mark.parametrize("case", ["mask", "chunk_and_accumulate"])
+def test_the_columns_of_the_head_part_sum_to_zero(case, x64):
+    """Probabilities and one-hot both sum to 1 over V. Not so with a missing row, or a mask on one side."""
+    config, _, split, _ = split_and_gradient(case, float64(DEEP))
+    rounding = config.vocab_size * 2.0**-52 * np.linalg.norm(split.head)  # V float64 terms
+    np.testing.assert_allclose(split.head.sum(axis=0), 0, atol=rounding)
+
+
+def test_the_columns_do_not_sum_to_zero_with_a_z_loss(x64):
+    """So that the sums above say something."""
+    config, batch = float64(TINY), a_batch()
+    pulled = jax.jit(jax.grad(z_loss), static_argnums=2)(mg.untie(params_of(config)), batch, mg.untied(config))
+    head = pulled["head"]["embedding_out"]
+    assert np.abs(head.sum(axis=0)).max() > 1e-3 * np.linalg.norm(head)
 
 
 def test_only_rows_that_were_read_have_a_lookup_part(x64):
     """Read by a computation that counts: inputs up to the last valid target of their row. The head moves all rows."""
     config, params = float64(TINY), params_of(float64(TINY))
-    every = np.ones((1, 5), bool)
-    batch = mg.Batch(np.array([[3, 1, 3, 7, 8]], np.int32), np.array([[1, 3, 7, 8, 2]], np.int32), every)
-    split = tied_gradient(params, batch, config)
-    assert set(np.flatnonzero(np.abs(split.lookup).any(axis=1))) == {1, 3, 7, 8}
-    assert np.abs(split.head).any(axis=1).all()
-    unread = [v for v in range(config.vocab_size) if v not in (1, 3, 7, 8)]
-    np.testing.assert_array_equal(split.grads["embed"]["embedding"][np.array(unread)], split.head[np.array(unread)])
-    split = tied_gradient(params, batch._replace(mask=np.arange(5)[None] < 2), config)
-    assert set(np.flatnonzero(np.abs(split.lookup).any(axis=1))) == {1, 3}, "the future, or a masked target, was read"
+    tokens = np.array([[3, 1, 3, 7, 8], [5, 6, 5, 0, 0]], np.int32)
+    targets = np.array([[1, 3, 7, 8, 2], [6, 5, 0, 0, 0]], np.int32)
+    masks = {  # valid targets: whose inputs are read
+        "all": (np.ones((2, 5), bool), {0, 1, 3, 5, 6, 7, 8}),
+        "padding on the right": (np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], bool), {1, 3, 5, 6, 7, 8}),
+        "a hole does not unread": (np.array([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool), {1, 3}),
+        "the first alone": (np.array([[1, 0, 0, 0, 0], [1, 0, 0, 0, 0]], bool), {3, 5}),
+    }
+    for name, (mask, read) in masks.items():
+        split = tied_gradient(params, mg.Batch(tokens, targets, mask), config)
+        assert set(np.flatnonzero(np.abs(split.lookup).any(axis=1))) == read, name
+        assert np.abs(split.head).any(axis=1).all(), name
+        unread = np.array(sorted(set(range(config.vocab_size)) - read))
+        np.testing.assert_array_equal(split.grads["embed"]["embedding"][unread], split.head[unread])
 
 
 def dot_generals(jaxpr):
@@ -352,20 +438,23 @@ def dot_generals(jaxpr):
     return count
 
 
-def test_both_parts_cost_one_backward_pass():
-    """As many matrix products as the plain gradient, not twice as many."""
+@pytest.mark.parametrize(("layers", "options", "products"), [(1, {}, 27), (3, {}, 75), (1, {"chunk": 3}, 28)])
+def test_both_parts_cost_one_backward_pass(layers, options, products):
+    """As many matrix products as the plain gradient, not twice as many, nor one more a layer."""
+    config = dataclasses.replace(TINY, n_layers=layers)
     plain, split = (
-        dot_generals(jax.make_jaxpr(function, static_argnums=2)(params_of(TINY), a_batch(), TINY).jaxpr)
-        for function in (jax.value_and_grad(mg.loss), mg.tied_gradient)
+        dot_generals(jax.make_jaxpr(functools.partial(f, config=config, **options))(params_of(config), a_batch()).jaxpr)
+        for f in (jax.value_and_grad(mg.loss), mg.tied_gradient)
     )
-    # Forward 9: attention's 4 projections and its 2 products, the feed-forward layer's 2, the head. Backward: 2 each.
-    assert plain == 27
+    # Forward 8 a layer and the head: attention's 4 projections and its 2 products, the feed-forward layer's 2.
+    # Backward: 2 each. In chunks the head's logits are made once more.
+    assert plain == products
     assert split == plain
 
 
 def test_an_untied_model_has_no_parts_to_split():
     with pytest.raises(mg.InputError, match="tied: false") as caught:
-        mg.tied_gradient(params_of(untied(TINY)), a_batch(), untied(TINY))
+        mg.tied_gradient(params_of(mg.untied(TINY)), a_batch(), mg.untied(TINY))
     assert "\n" not in str(caught.value)
 
 
@@ -379,36 +468,89 @@ def test_tied_gradient_refuses_what_the_loss_refuses(field, bad):
         mg.tied_gradient(params_of(TINY), batch, TINY)
 
 
-# Its sizes.
-
-
-def split_of(lookup, head):
-    return mg.TiedGradient(jnp.float32(0), jnp.asarray(lookup, jnp.float32), jnp.asarray(head, jnp.float32), {})
-
-
-def test_norms_by_hand():
-    """3-4-5: orthogonal parts, whose squares add up, as their lengths do not."""
-    norms = mg.tied_stats(split_of([[3, 0], [0, 0]], [[0, 4], [0, 0]]))
-    assert norms == {
-        "lookup_l2": 3, "head_l2": 4, "sum_l2": 5, "head_share_l2": 4 / 7,
-        "lookup_l2_squared": 9, "head_l2_squared": 16, "sum_l2_squared": 25, "head_share_l2_squared": 16 / 25,
-        "lookup_l1": 3, "head_l1": 4, "sum_l1": 7, "head_share_l1": 4 / 7,
-        "cosine": 0, "lookup_rows": 1,
-    }  # fmt: skip
-    opposed = mg.tied_stats(split_of([[3, 4], [0, 0]], [[-3, -4], [0, 0]]))
-    assert (opposed["cosine"], opposed["sum_l2"], opposed["head_share_l1"]) == (-1, 0, 0.5)
-    nothing = mg.tied_stats(split_of(np.zeros((2, 2)), np.zeros((2, 2))))
-    assert set(nothing.values()) == {0}, "0/0 where no target counts"
+def split_of(lookup, head, dtype=jnp.float32):
+    return mg.TiedGradient(jnp.float32(0), jnp.asarray(lookup, dtype), jnp.asarray(head, dtype), {})
 
 
 def test_squared_norm_is_both_squares_and_twice_the_product(x64):
-    """|G|^2 = |lookup|^2 + |head|^2 + 2 |lookup| |head| cos, to float64's rounding."""
-    norms = mg.tied_stats(tied_gradient(params_of(float64(TINY)), a_batch(), float64(TINY)))
-    cross = 2 * norms["lookup_l2"] * norms["head_l2"] * norms["cosine"]
-    total = norms["lookup_l2_squared"] + norms["head_l2_squared"] + cross
-    np.testing.assert_allclose(norms["sum_l2_squared"], total, rtol=1e-12)
-    np.testing.assert_allclose(norms["sum_l2"] ** 2, norms["sum_l2_squared"], rtol=1e-12)
-    assert abs(norms["cosine"]) > 1e-3, "orthogonal parts would hide the product"
+    """|G|^2 = |lookup|^2 + |head|^2 + 2 <lookup, head>, to float64's rounding."""
+    split = tied_gradient(params_of(float64(TINY)), a_batch(), float64(TINY))
+    stats = mg.tied_stats(split)
+    total = stats["lookup_l2_squared"] + stats["head_l2_squared"] + 2 * stats["inner_product"]
+    gradient = np.asarray(split.grads["embed"]["embedding"])
+    np.testing.assert_allclose(total, (gradient**2).sum(), rtol=1e-12)
+    np.testing.assert_allclose(stats["sum_l2_squared"], total, rtol=1e-12)
+    np.testing.assert_allclose(stats["sum_l2"] ** 2, total, rtol=1e-12)
+    np.testing.assert_allclose(stats["inner_product"], stats["cosine"] * stats["lookup_l2"] * stats["head_l2"])
+    assert abs(stats["cosine"]) > 1e-3, "orthogonal parts would hide the product"
+
+
+# Row by row.
+
+COUNTED = mg.Batch(
+    np.array([[1, 2, 3, 4], [5, 5, 6, 1]], np.int32),
+    np.array([[2, 3, 4, 0], [5, 6, 1, 7]], np.int32),
+    np.array([[True, False, True, False], [False, True, False, False]]),
+)
+
+
+def test_the_token_table_by_hand():
+    """Inputs count up to the last valid target of their row: 4 in the first row, 6 and 1 in the second do not."""
+    split = tied_gradient(params_of(TINY), COUNTED, TINY)
+    records = mg.token_table(split, COUNTED).records
+    by_id = {record["id"]: record for record in records}
+    assert sorted(by_id) == list(range(11)) and list(records[0]) == [
+        "id", "inputs", "targets", "lookup_l2", "head_l2", "cosine", "softmax_only"
+    ]  # fmt: skip
+    assert {v: r["inputs"] for v, r in by_id.items() if r["inputs"]} == {1: 1, 2: 1, 3: 1, 5: 2}
+    assert {v: r["targets"] for v, r in by_id.items() if r["targets"]} == {2: 1, 4: 1, 6: 1}
+    assert {v for v, r in by_id.items() if r["softmax_only"]} == {0, 7, 8, 9, 10}
+    lookup, head = np.asarray(split.lookup, np.float64), np.asarray(split.head, np.float64)
+    for v, record in by_id.items():
+        sizes = np.linalg.norm(lookup[v]), np.linalg.norm(head[v])
+        np.testing.assert_allclose((record["lookup_l2"], record["head_l2"]), sizes, rtol=1e-6)  # float32
+        if record["inputs"]:
+            cosine = lookup[v] @ head[v] / (sizes[0] * sizes[1])
+            np.testing.assert_allclose(record["cosine"], cosine, rtol=1e-5, atol=1e-6)
+        else:
+            assert record["lookup_l2"] == 0 and record["cosine"] is None
+    heads = [record["head_l2"] for record in records]
+    assert heads == sorted(heads, reverse=True)
+    assert all(type(r[name]) is int for r in records for name in ("id", "inputs", "targets")), "JSON"
+    every = mg.token_table(split, COUNTED._replace(mask=None)).records
+    assert {r["id"]: r["inputs"] for r in every if r["inputs"]} == {1: 2, 2: 1, 3: 1, 4: 1, 5: 2, 6: 1}
+
+
+def test_the_token_table_prints():
+    """In 100 columns, texts in quotes; rows without a text are no tokens."""
+    split = tied_gradient(params_of(TINY), COUNTED, TINY)
+    texts = ["a", "\n", " the", "x" * 300, "'", "\t", "\u00e9", "h", "i"]
+    table = mg.token_table(split, COUNTED, texts)
+    assert sorted((record["id"], record["text"]) for record in table.records) == list(enumerate(texts))
+    lines = str(table).splitlines()
+    assert len(lines) == 1 + 9 and max(map(len, lines)) <= 100
+    assert sum(line.endswith("softmax alone") for line in lines) == 3
+    text = str(table)
+    assert r"'\n'" in text and "' the'" in text and "xxx...xxx" in text
+    rng = np.random.default_rng(4)
+    longer = str(mg.token_table(split_of(*rng.normal(size=(2, 30, 3))), COUNTED)).splitlines()
+    assert len(longer) == 22 and longer[-1] == "... and 10 more"
+
+
+def test_treescope_shows_params_gradients_and_the_split():
+    """Without an adapter: every path is there to be copied, every shape to be read."""
+    treescope = pytest.importorskip("treescope")
+    split = tied_gradient(params_of(TINY), a_batch(), TINY)
+    for tree, prefix in ((params_of(TINY), ""), (split.grads, ""), (split, ".grads")):
+        text = treescope.render_to_text(tree)
+        html = treescope.render_to_html(tree, compressed=False)
+        for path, leaf in leaf_paths(params_of(TINY)).items():
+            keys = path.split("/")
+            assert all(f"'{key}'" in text for key in keys)
+            assert f'data-copy="{prefix}' + "".join(f"['{key}']" for key in keys) + '"' in html
+            if leaf.ndim == 2:  # vectors are shown in full
+                assert f"float32{leaf.shape}" in text and f"float32{leaf.shape}" in html
+    assert "TiedGradient(" in text and "lookup=" in text and "head=" in text and "(11, 6)" in text
 
 
 # Several devices.

@@ -95,7 +95,7 @@ def _stats(lookup, head, update):
         stats[f"head_share_{norm}"] = _ratio(sizes["head"], sizes["head"] + sizes["lookup"])
     stats["inner_product"] = _total(lookup * head)
     stats["cosine"] = _ratio(stats["inner_product"], norms["l2"]["lookup"] * norms["l2"]["head"])
-    stats["lookup_rows"] = jnp.sum(jnp.any(lookup != 0, axis=1))
+    stats["lookup_rows"] = jnp.sum(jnp.sum(jnp.abs(lookup), axis=1) > 0)
     if update is not None:
         update = _wide(update)
         length = jnp.sqrt(_total(update**2))

@@ -5,7 +5,7 @@ const FONT = 12;
 function niceStep(span, count) {
   const raw = span / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  return power * [1, 2, 5, 10].find((m) => m * power >= raw * 0.999);
+  return power * [1, 2, 5, 10].find((m) => m * power >= raw * 0.85);
 }
 
 function linearTicks(low, high, count) {

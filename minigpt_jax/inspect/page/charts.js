@@ -13,6 +13,8 @@ function makeChart(host, { height, label, draw }) {
     index = null;
     tip.replaceChildren();
     tip.classList.remove("on");
+    // Left where it was, it would make a page that has become narrower scroll sideways.
+    tip.style.left = "0";
     svg.querySelectorAll(".cross").forEach((node) => node.remove());
   }
 

@@ -85,7 +85,7 @@ function drawSingularValues(values) {
   while (count < squares.length && sum < 0.9 * total) sum += squares[count++];
   const zeros = values.filter((value) => !(value > 0)).length;
   byId("singular-text").textContent = `90% of the squared norm lies in the first ${number(count)} of ` +
-    `${number(values.length)} directions.${zeros ? ` ${number(zeros)} are zero, and not drawn.` : ""}`;
+    `${number(values.length)} directions.${zeros ? ` Zero, and so not drawn: ${number(zeros)}.` : ""}`;
   lineChart(byId("singular-chart"), () => ({
     label: `Singular values of E; the largest is ${number(values[0])}, the smallest ` +
       number(values[values.length - 1]),

@@ -21,12 +21,12 @@ const lensColours = {
   },
   rank_target: {
     name: "rank of the target", value: (lens, r, t) => lens.rank_target && lens.rank_target[r][t], reversed: true,
-    share: (value, most) => 1 - Math.log1p(value) / Math.log1p(most), ends: (most) => ["0, first", number(most)],
+    share: (value, most) => 1 - Math.log1p(value) / Math.log1p(most), ends: (most) => ["0 (first)", number(most)],
     text: "How many tokens the layer puts before the one that really comes next: 0 is a right guess.",
   },
   rank_input: {
     name: "rank of the input", value: (lens, r, t) => lens.rank_input && lens.rank_input[r][t], reversed: true,
-    share: (value, most) => 1 - Math.log1p(value) / Math.log1p(most), ends: (most) => ["0, first", number(most)],
+    share: (value, most) => 1 - Math.log1p(value) / Math.log1p(most), ends: (most) => ["0 (first)", number(most)],
     text: "How many tokens stand before the one just read. With a tied table the first layers often name it: the " +
       "stream still is its row of E, and that row fits itself."
   },
@@ -58,7 +58,9 @@ function drawLens() {
       el("thead", { role: "rowgroup" }, header("input", lens.ids)),
       el("tbody", { role: "rowgroup" }, ...rows),
       el("tfoot", { role: "rowgroup" }, header("target", lens.targets || lens.ids.map(() => null))));
-    grid.addEventListener("pointerover", choose);
+    // Not pointerover: that also fires when the grid scrolls under a mouse that rests while the arrow keys move.
+    grid.addEventListener("pointermove", choose);
+    grid.addEventListener("pointerdown", choose);
     grid.addEventListener("focusin", choose);
     grid.addEventListener("keydown", move);
     byId("lens-scroll").replaceChildren(grid);
@@ -66,7 +68,10 @@ function drawLens() {
 
   function choose(event) {
     const cell = event.target.closest("td");
-    if (cell) select(Number(cell.dataset.layer), Number(cell.dataset.position), event.type === "focusin");
+    const focused = event.type === "focusin";
+    if (cell && (focused || !cell.classList.contains("chosen"))) {
+      select(Number(cell.dataset.layer), Number(cell.dataset.position), focused);
+    }
   }
 
   function move(event) {
@@ -180,6 +185,7 @@ function drawLens() {
     drawLayer();
   }
 
+  byId("lens-prompt").textContent = lens.prompt || "";
   slider.max = layers - 1;
   slider.value = layers - 1;
   slider.addEventListener("input", drawLayer);
