@@ -18,6 +18,7 @@ from .errors import InputError, require
 PROG = "minigpt"
 Flat = tyro.conf.arg(name="")
 Positional = tyro.conf.Positional
+RunDir = Annotated[Path, Positional, tyro.conf.arg(metavar="RUN")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Train:
 class Eval:
     """Loss, bits per character and perplexity of a run on all of its held-out text."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
     text: Path | None = None
     """Evaluate on all of this UTF-8 text file instead."""
@@ -76,7 +77,7 @@ class Eval:
 class Sample:
     """Text written by a run."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
     prompt: str | None = None
     """What the text begins with; default: a new line, or the tokenizer's begin token."""
@@ -109,7 +110,7 @@ class Grads:
     """The gradient of the tied table on a batch of held-out text, split into its lookup and head parts; by token, and
     beside the other leaves."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
     files: Annotated[Files, Flat]
     text: Path | None = None
@@ -127,7 +128,7 @@ class Grads:
 class Lens:
     """What a run would say after each layer of a prompt: the logit lens, or a tuned lens."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
     prompt: str
     """The text to read."""
@@ -163,9 +164,9 @@ class Lens:
 class Neighbours:
     """The tokens whose vectors in the tied table are nearest to a token's, by cosine."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
-    token: Positional[str]
+    token: Annotated[str, Positional, tyro.conf.arg(metavar="TOKEN")]
     """The token's text, or its id as #7."""
     files: Annotated[Files, Flat]
     count: int = 10
@@ -181,7 +182,7 @@ class Neighbours:
 class Report:
     """One HTML page about a run: loss, parameters, tied gradient, lens, neighbours. It needs no network."""
 
-    run_dir: Positional[Path]
+    run_dir: RunDir
     """A run directory."""
     prompt: str | None = None
     """The text to show the lens on; default: the beginning of the held-out text."""

@@ -35,7 +35,7 @@ from .inspect.geometry import all_neighbours
 from .inspect.lens import NO_TARGET, LensTable
 from .inspect.pictures import NORMS, plot_lens, plot_neighbours, plot_split
 from .inspect.report import render_report
-from .inspect.tables import Table, shortened, shown
+from .inspect.tables import Table, finite, shortened, shown
 from .runs import unit
 from .train import TOKENS_PER_CALL
 
@@ -49,27 +49,16 @@ def token_texts(tokenizer) -> list[str]:
     return [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
 
 
-def _finite(value):
-    """JSON knows no NaN: null in its place."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.ndarray | jax.Array):
-        return _finite(np.asarray(value).tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _show(text: str, data: dict, json_file: Path | None) -> None:
     """Print the text; write the data where asked. With `-` the data takes the text's place on stdout."""
-    content = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    content = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
     if json_file == STDOUT:
         print(content, end="")
         return
-    print(text)
     if json_file is not None:
         with replacing(json_file) as file:
             file.write(content.encode())
+    print(text)
 
 
 def _batch(run: Run, text: Path | None, dataset: Dataset | None):
@@ -291,14 +280,14 @@ def report_data(run: Run, prompt: str | None) -> dict:
             "val": [(r["step"], r["loss"]) for r in val],
             "bits_per_nat": (val or train)[-1]["bits"] / ((val or train)[-1]["loss"] or 1) or 1 / math.log(2),
         }
-    frequency = norms_by_frequency(params, dataset.train.tokens if _has_text(dataset) else [], V)
+    counts = _counts(dataset, V)
+    frequency = norms_by_frequency(params, counts)
     if dataset is not None and config.tied:
         batch, source = _batch(run, None, dataset)
         split = _tied_gradient(params, batch, config=config)
         data["gradient"] = {"source": source, "stats": tied_stats(split)}
         data["tokens"] = [
-            record
-            | {"row_norm": frequency.norms[record["id"]].item(), "train_count": frequency.counts[record["id"]].item()}
+            record | {"row_norm": frequency.norms[record["id"]].item(), "train_count": counts[record["id"]].item()}
             for record in token_table(split, batch, texts).records
         ]
     if prompt is not None or dataset is None:
@@ -317,7 +306,7 @@ def report_data(run: Run, prompt: str | None) -> dict:
         lens = lens_table(params, prompt_ids, config, top_k=5, probes=probes, vocab_limit=V)
         data[name] = _lens_data(lens, run.tokenizer.decode(prompt_ids))
     if V >= 2:
-        listed = np.argsort(-frequency.counts, kind="stable")[:PAGE_ROWS]
+        listed = np.argsort(-counts, kind="stable")[:PAGE_ROWS]
         if V > PAGE_ROWS:
             notes.append(f"neighbours of the {PAGE_ROWS:,} most frequent tokens of {V:,}")
         ids, cosines = all_neighbours(params, 10, V, np.sort(listed))
@@ -328,8 +317,12 @@ def report_data(run: Run, prompt: str | None) -> dict:
     data["singular_values"] = fit.singular_values
     if frequency.correlation is not None:
         summary.append(("row norm and log count", f"correlation {frequency.correlation:+.2f}"))
-    return _finite(data | {"summary": summary, "notes": [shortened(note, 300) for note in notes]})
+    return data | {"summary": summary, "notes": [shortened(note, 300) for note in notes]}
 
 
-def _has_text(dataset: Dataset | None) -> bool:
-    return dataset is not None and isinstance(dataset.train, Windows)
+def _counts(dataset: Dataset | None, V: int) -> np.ndarray:
+    """(V,): how often each token is read in training, in one pass over the data; zeros where there is none."""
+    counts = np.zeros(V, np.int64)
+    for batch in dataset.train.eval_batches(1024) if dataset else ():
+        counts += np.bincount(batch.tokens[batch.mask], minlength=V)
+    return counts

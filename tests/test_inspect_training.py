@@ -243,7 +243,7 @@ def replayed(name):
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_inspected_steps_record_their_own_gradient_and_update(name):
     """Each number from its definition: both parts at the parameters before the step, the whole batch's, before
-    clipping and interventions; and the update as the parameters' difference. By the oracle where there is no dropout."""
+    clipping and interventions; and the update as the parameters' difference. By the oracle, but for dropout."""
     records, _, _ = unbroken(name)
     inspected = of_kind(records, "inspect")
     assert [record["step"] for record in inspected] == INSPECTED

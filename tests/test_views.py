@@ -4,6 +4,7 @@ The numbers themselves have tests of their own; here the JSON is checked against
 """
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import minigpt_jax as mg
 from minigpt_jax.cli import main
-from minigpt_jax.data import Windows, load_dataset
+from minigpt_jax.data import load_dataset
 from minigpt_jax.inspect.geometry import all_neighbours
 
 CONFIG = """
@@ -88,7 +89,7 @@ def test_grads_prints_every_norm_by_name_the_rows_and_the_leaves(minigpt):
     assert all(f"\n{norm} " in out for norm in ("L2", "L2 squared", "L1"))
     for words in ("step 24, ", "held-out tokens", "lookup part + head part", "cosine of the two parts", "of 40"):
         assert words in out
-    assert "and 28 more" in out and "softmax alone" not in minigpt("grads", "run", "--rows", "0")
+    assert re.search(r"\.\.\. and 2\d more", out) and "softmax alone" not in minigpt("grads", "run", "--rows", "0")
     assert "embed/embedding" in out and "block_1/ffn/down/bias" in out
 
 
@@ -224,7 +225,7 @@ def test_report_holds_what_the_run_holds(minigpt, folder, loaded):
     assert data["loss"]["val"] == [[r["step"], r["loss"]] for r in records if r["kind"] == "eval"]
     assert [r["step"] for r in data["tied"]] == [1, 2, 4, 8, 16, 24]
     assert data["lens"]["prompt"] == "the <b>" and len(data["lens"]["kl"]) == 3
-    counts = np.bincount(dataset.train.tokens, minlength=len(texts))
+    counts = np.bincount(dataset.train.tokens[:-1], minlength=len(texts))  # the last one is a target only
     assert {t["id"]: t["train_count"] for t in data["tokens"]} == dict(enumerate(counts.tolist()))
     norms = np.linalg.norm(np.asarray(params["embed"]["embedding"], np.float64), axis=1)
     for token in data["tokens"]:
@@ -278,7 +279,7 @@ def test_report_of_the_verb_grammar(minigpt, tmp_path):
         (["neighbours", "run", "the"], ["'the' is 3 tokens", "'t' (#", "#7"]),
         (["neighbours", "run", ""], ["0 tokens"]),
         (["neighbours", "run", "é"], ["é"]),
-        (["neighbours", "run", "#31"], ["#30"]),
+        (["neighbours", "run", "#99"], ["ids go up to #"]),
         (["neighbours", "run", "t", "--count", "0"], ["--count is 0"]),
         (["grads", "run", "--rows", "-1"], ["--rows is -1"]),
         (["grads", "run", "--text", "nowhere.txt"], ["nowhere.txt"]),

@@ -72,18 +72,19 @@ def interface_consistency(params, config: ModelConfig, vocab_limit: int | None =
 class NormsByFrequency(NamedTuple):
     norms: np.ndarray
     """(V,): L2 norm of each row of E."""
-    counts: np.ndarray
-    """(V,): how often the token stands in the text."""
     correlation: float | None
-    """Pearson, of norm and log count over the tokens that occur; None for fewer than three of them."""
+    """Pearson, of norm and log count over the tokens that occur; None for fewer than three of them, or all alike."""
 
 
-def norms_by_frequency(params, tokens, vocab_limit: int | None = None) -> NormsByFrequency:
-    """Row norm of E against how often each token stands in `tokens`, a text's ids."""
-    E = params["embed"]["embedding"][:vocab_limit]
-    norms = np.asarray(_norm(E))
-    counts = np.bincount(np.asarray(tokens).ravel(), minlength=E.shape[0])[: E.shape[0]]
-    seen = counts > 0
+def norms_by_frequency(params, counts) -> NormsByFrequency:
+    """Row norms of E against how often each token stands in a text: `counts` (V,), as of `np.bincount`; a shorter one
+    leaves out the rows beyond it."""
+    counts, E = np.asarray(counts), params["embed"]["embedding"]
+    require(
+        counts.ndim == 1 and len(counts) <= E.shape[0],
+        f"counts have shape {counts.shape}; give one for each of the table's {E.shape[0]} rows, or of the first ones",
+    )
+    norms, seen = np.asarray(_norm(E[: len(counts)])), counts > 0
     logs, some = np.log(counts[seen]), norms[seen]
     varied = seen.sum() >= 3 and np.ptp(logs) > 0 and np.ptp(some) > 0
-    return NormsByFrequency(norms, counts, float(np.corrcoef(logs, some)[0, 1]) if varied else None)
+    return NormsByFrequency(norms, float(np.corrcoef(logs, some)[0, 1]) if varied else None)

@@ -2,9 +2,10 @@
 
 import html
 import json
-import math
 import re
 from importlib import resources
+
+from .tables import finite
 
 # In this order: each file uses the functions of those before it.
 SCRIPTS = ("base", "axes", "charts", "tables", "training", "lens", "embedding", "main")
@@ -33,16 +34,5 @@ def _script_json(data) -> str:
 
     Halves of surrogate pairs, as from bytes that are no text, are escaped too: UTF-8 has no place for them.
     """
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _finite(value):
-    """The same with None for NaN and the infinities, which JSON has no words for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

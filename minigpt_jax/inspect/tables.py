@@ -4,6 +4,9 @@ import dataclasses
 import math
 import numbers
 
+import jax
+import numpy as np
+
 WIDTH = 100
 
 
@@ -30,6 +33,17 @@ def _cell(value) -> str:
         case tuple() | list():
             return "x".join(map(str, value))
     return str(value)
+
+
+def finite(value):
+    """The same for JSON: arrays as lists, and None for NaN and the infinities, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, np.ndarray | jax.Array):
+        return finite(np.asarray(value).tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
