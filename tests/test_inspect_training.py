@@ -21,12 +21,12 @@ from minigpt_jax.train import init_state, inspection_due, make_train_step, next_
 
 MODEL = mg.ModelConfig(vocab_size=64, d_model=8, n_layers=1, n_heads=2, d_ff=12, context_len=20)
 VERBS = mg.DataConfig(corpus="verbs_en", tokenizer="word")
-# Inspected: 1, 2, 4, 5, 10. Compiled calls end at 1, 2, 3, 4, 5, 6, 8, 9, 10, 11.
+# Compiled calls end at 1, 2, 4, 5, 6, 8, 10, 11: the inspected steps 4 and 8 are the second of their calls.
 LOOP = mg.TrainConfig(
-    steps=11, batch_size=4, peak_lr=1e-2, floor_lr=1e-3, warmup_steps=4, steps_per_call=3, eval_every=4,
-    checkpoint_every=6, eval_windows=10, inspect_every=5,
+    steps=11, batch_size=4, peak_lr=1e-2, floor_lr=1e-3, warmup_steps=4, steps_per_call=5, eval_every=10,
+    checkpoint_every=6, eval_windows=10, inspect_every=8,
 )  # fmt: skip
-INSPECTED = [1, 2, 4, 5, 10]
+INSPECTED = [1, 2, 4, 8]
 CONFIGS = {
     "plain": mg.Config(MODEL, VERBS, LOOP),
     "blind": mg.Config(MODEL, VERBS, dataclasses.replace(LOOP, inspect_every=0)),
@@ -259,7 +259,7 @@ def test_inspected_steps_record_their_own_gradient_and_update(name):
         assert record.keys() == {"kind", "step", *expected}
         assert record["lookup_rows"] == expected["lookup_rows"]
         for key, value in expected.items():
-            # Two programs of float32 sums, up to ten Adam steps apart: some 1e-5 of each, measured.
+            # Two programs of float32 sums, up to seven Adam steps apart: some 1e-5 of each, measured.
             np.testing.assert_allclose(record[key], value, rtol=1e-4, atol=1e-5, err_msg=f"{key} {record['step']}")
     assert inspected[0]["update_cosine_sum"] > 0.1, "the first step of Adam goes down"
 

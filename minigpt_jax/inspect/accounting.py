@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..config import ModelConfig
 from ..errors import require
@@ -137,11 +138,11 @@ def tree_report(tree, other=None) -> "TreeReport":
     leaves, others = leaf_paths(tree), {} if other is None else leaf_paths(other)
     for path, leaf in leaves.items():
         require(
-            hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, k) for k in (jnp.floating, jnp.integer, bool)),
+            _is_numbers(leaf),
             f"{path or 'the tree'} is {type(leaf).__name__}, not an array of numbers; give a pytree of arrays",
         )
         if other is not None:
-            shape = jnp.shape(others[path]) if path in others else "missing"
+            shape = getattr(others.get(path), "shape", "missing" if path not in others else "no array")
             require(shape == leaf.shape, f"{path} has shape {leaf.shape} and is {shape} in the second tree")
     sizes = {path: _measured(leaf) for path, leaf in leaves.items()}
     finite = [size.l2 for size in sizes.values() if math.isfinite(size.l2)]
@@ -182,10 +183,21 @@ class _Size(NamedTuple):
     nonfinite: int
 
 
+def _is_numbers(leaf) -> bool:
+    kinds = (jnp.floating, jnp.integer, bool)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
+
+
 def _measured(leaf) -> _Size:
     if not math.prod(jnp.shape(leaf)):
         return _Size(0.0, 0.0, 0.0, 0)
-    largest, mean_square, nonfinite = jax.device_get(_reduced(leaf))
+    if isinstance(leaf, jax.Array) or leaf.dtype.itemsize <= 4:
+        largest, mean_square, nonfinite = jax.device_get(_reduced(leaf))
+    else:  # JAX would cut NumPy's 64 bits to 32
+        x = np.abs(leaf.astype(np.float64))
+        largest, nonfinite = x.max(), np.sum(~np.isfinite(x))
+        with np.errstate(invalid="ignore"):
+            mean_square = np.mean((x / (largest or 1)) ** 2)
     rms = float(largest) * math.sqrt(mean_square)
     return _Size(rms * math.sqrt(math.prod(jnp.shape(leaf))), rms, float(largest), int(nonfinite))
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import require
 from ..functional import check_ids, check_params, readout
+from ..model import wide
 
 
 def neighbours(params, token: int, k: int = 10, vocab_limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -22,14 +23,22 @@ def neighbours(params, token: int, k: int = 10, vocab_limit: int | None = None) 
 
 def all_neighbours(params, k: int = 10, vocab_limit: int | None = None, tokens=None) -> tuple[np.ndarray, np.ndarray]:
     """`neighbours` of many tokens (default: every one): ids (N, k) and cosines (N, k)."""
-    E = params["embed"]["embedding"][:vocab_limit]
-    V = E.shape[0]
-    tokens = np.arange(V) if tokens is None else np.asarray(tokens)
+    rows, E = params["embed"]["embedding"].shape[0], _table(params, vocab_limit)
+    E, V = E.astype(wide(E.dtype)), E.shape[0]
+    tokens = np.arange(V) if tokens is None else np.asarray(check_ids(tokens, rows, "tokens"))
     require(k >= 1, f"k is {k}; it must be at least 1")
     require(V >= 2, "the table has one row; a token has no neighbours there")
     require(bool((tokens < V).all()), f"a token is beyond the vocabulary of {V}: its row has no text")
     ids, cosines = jax.lax.map(lambda token: _nearest(E, token, min(k, V - 1)), jnp.asarray(tokens), batch_size=64)
     return np.asarray(ids), np.asarray(cosines)
+
+
+def _table(params, vocab_limit: int | None) -> jax.Array:
+    """The rows of E that are tokens."""
+    E = jnp.asarray(params["embed"]["embedding"])
+    limit = E.shape[0] if vocab_limit is None else vocab_limit
+    require(1 <= limit <= E.shape[0], f"vocab_limit is {limit}; it must be in [1, {E.shape[0]}]")
+    return E[:limit]
 
 
 def _nearest(E_VxD, token, k: int):
@@ -59,7 +68,7 @@ def interface_consistency(params, config: ModelConfig, vocab_limit: int | None =
     After the idea of Gu et al. 2026 (arXiv:2602.04556) that sharing does not by itself keep the two sides consistent.
     """
     check_params(params, config)
-    E = params["embed"]["embedding"][:vocab_limit]
+    E = _table(params, vocab_limit)
 
     def decode(row_D):
         return jnp.argmax(readout(params, row_D[None], config)[0, : E.shape[0]])

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..errors import require
-from ..functional import check_context, check_params, check_tokens, embed, forward, readout, trunk
+from ..functional import check_context, check_ids, check_params, check_tokens, embed, forward, readout, trunk
 from .tables import Table, shown
 
 NO_TARGET = -1
@@ -37,10 +37,12 @@ def apply_probes(probes, x_RxNxD):
     """x + x A + b by row, for all rows but the last, which is the model's own. `probes` None changes nothing."""
     if probes is None:
         return x_RxNxD
+    R, _, D = x_RxNxD.shape
+    shapes = {name: jnp.shape(value) for name, value in probes.items()}
     require(
-        probes["bias"].shape[0] == x_RxNxD.shape[0] - 1,
-        f"the probes are for {probes['bias'].shape[0] + 1} points and the lens has {x_RxNxD.shape[0]}; "
-        "train them with the same `inside`",
+        shapes == {"kernel": (R - 1, D, D), "bias": (R - 1, D)},
+        f"the probes have the shapes {shapes} and the lens has {R} points of width {D}; "
+        "train them on this model, with the same `inside`",
     )
     moved = [x + x @ A + b[None] for x, A, b in zip(x_RxNxD[:-1], probes["kernel"], probes["bias"], strict=True)]
     return jnp.stack([*(x.astype(x_RxNxD.dtype) for x in moved), x_RxNxD[-1]])
@@ -86,6 +88,13 @@ class LensTable(NamedTuple):
         """A line for each point, means over the positions; then the grid of most likely tokens in 100 columns. With
         `row`, that point's positions one by one."""
         require(self.tokens.ndim == 1, f"the lens is of tokens {self.tokens.shape}; print one sequence, (T,)")
+        largest = max(int(np.max(ids)) for ids in (self.tokens, self.targets, self.top_ids))
+        require(
+            largest < len(texts),
+            f"there are {len(texts)} texts and the lens names id {largest}; give lens_table vocab_limit={len(texts)}",
+        )
+        R = len(self.points)
+        require(row is None or -R <= row < R, f"row is {row}; the lens has {R} rows, from 0 to {R - 1}")
         if row is not None:
             return str(self._positions(texts, row))
         return f"{self._means()}\n\n{self._grid(texts)}"
@@ -160,12 +169,13 @@ def lens_table(
     check_params(params, config)
     limit = config.vocab_size if vocab_limit is None else vocab_limit
     require(1 <= limit <= config.vocab_size, f"vocab_limit is {limit}; it must be in [1, {config.vocab_size}]")
+    check_ids(tokens, limit, "tokens")
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     if targets is None:
         none = jnp.full((*tokens.shape[:-1], 1), NO_TARGET, tokens.dtype)
         targets = jnp.concatenate([tokens[..., 1:], none], axis=-1)
     else:
-        targets = jnp.asarray(check_tokens(targets, config, "targets"))
+        targets = jnp.asarray(check_ids(check_tokens(targets, config, "targets"), limit, "targets"))
         require(
             targets.shape == tokens.shape, f"targets have shape {targets.shape} and tokens {tokens.shape}; give one"
         )

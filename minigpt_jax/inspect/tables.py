@@ -64,10 +64,8 @@ class Table:
         rows = [[_cell(record[name]) for name in columns] for record in self.records[:limit]]
         right = [not isinstance(self.records[0][name], str) for name in columns]
         widths = [max(map(len, column)) for column in zip(columns.values(), *rows, strict=True)]
-        over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        if over > 0:
-            widest = widths.index(max(widths))
-            widths[widest] = max(12, widths[widest] - over)
+        while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > 12:
+            widths[widths.index(max(widths))] -= 1
         lines = []
         for row in [list(columns.values()), *rows]:
             cells = [shortened(cell, width) for cell, width in zip(row, widths, strict=True)]

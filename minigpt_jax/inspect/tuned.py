@@ -51,11 +51,16 @@ def train_probes(
     """
     check_params(params, config)
     require(steps >= 1, f"steps is {steps}; it must be at least 1")
+    return _updates(params, source, config, steps, batch_size, peak_lr, seed, inside)
+
+
+def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside) -> Iterator[Progress]:
     probes = init_probes(config, inside)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(peak_lr, steps)))
     opt_state = optimizer.init(probes)
 
-    def loss(probes, params, tokens_BxT):
+    def loss(probes, params, tokens_BxT, mask_BxT):
+        weight_N = jnp.ones(tokens_BxT.size) if mask_BxT is None else mask_BxT.reshape(-1).astype(float)
         rows = residual_stack(params, tokens_BxT, config, inside=inside)
         x_RxNxD = rows.reshape(rows.shape[0], -1, config.d_model)
         final_NxV = jax.nn.log_softmax(readout(params, x_RxNxD[-1], config))
@@ -63,20 +68,22 @@ def train_probes(
         @jax.checkpoint  # the logits of one layer at a time
         def kl(x_NxD):
             log_NxV = jax.nn.log_softmax(readout(params, x_NxD, config))
-            return jnp.mean(jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1)) / np.log(2)
+            kl_N = jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1)
+            return jnp.sum(weight_N * kl_N) / jnp.maximum(jnp.sum(weight_N), 1) / np.log(2)
 
         kl_R = jax.lax.map(kl, apply_probes(probes, x_RxNxD)[:-1])
         return jnp.mean(kl_R), kl_R
 
     @jax.jit
-    def update(probes, opt_state, params, tokens_BxT):
-        grads, kl_R = jax.grad(loss, has_aux=True)(probes, params, tokens_BxT)
+    def update(probes, opt_state, params, tokens_BxT, mask_BxT):
+        grads, kl_R = jax.grad(loss, has_aux=True)(probes, params, tokens_BxT, mask_BxT)
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(probes, updates), opt_state, kl_R
 
     for step in range(steps):
-        tokens = jnp.asarray(source.batch(seed, step, batch_size).tokens, jnp.int32)
-        probes, opt_state, kl_R = update(probes, opt_state, params, tokens)
+        batch = source.batch(seed, step, batch_size)
+        tokens = jnp.asarray(batch.tokens, jnp.int32)
+        probes, opt_state, kl_R = update(probes, opt_state, params, tokens, batch.mask)
         yield Progress(step + 1, np.asarray(kl_R), probes)
 
 
@@ -91,6 +98,7 @@ def load_probes(path: str | Path) -> tuple[dict, int]:
     """The probes, and the step of the model that they were trained on."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            return {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}, int(file.metadata()["step"])
+            probes = {name: jnp.asarray(file.get_tensor(name)) for name in ("kernel", "bias")}
+            return probes, int(file.metadata()["step"])
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} holds no probes of a tuned lens ({' '.join(str(error).split())[:100]})") from None
