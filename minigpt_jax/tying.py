@@ -51,6 +51,10 @@ def retie(params, keep: str | None = None) -> dict:
     leaves = leaf_paths(params)
     require(TABLE in leaves and HEAD in leaves, f"the params do not hold two tables, {TABLE} and {HEAD}")
     lookup, head = leaves[TABLE], leaves[HEAD]
+    require(
+        jnp.shape(lookup) == jnp.shape(head),
+        f"{TABLE} has shape {jnp.shape(lookup)} and {HEAD} {jnp.shape(head)}; they can't be one table",
+    )
     require(keep in (None, "lookup", "head", "mean"), f"keep is {keep!r}; choose 'lookup', 'head' or 'mean'")
     if keep is None:
         require(
@@ -58,9 +62,9 @@ def retie(params, keep: str | None = None) -> dict:
             "inside jit the two tables can't be compared; say which one to keep: 'lookup', 'head' or 'mean'",
         )
         a, b = np.asarray(lookup), np.asarray(head)
-        rows = np.flatnonzero((a != b).any(axis=1))
+        rows = np.flatnonzero(((a != b) & ((a == a) | (b == b))).any(axis=1))  # NaN equals NaN here
         if rows.size:
-            gap = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+            gap = np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))
             raise InputError(
                 f"{TABLE} and {HEAD} differ in {rows.size} of {a.shape[0]} rows, by at most {gap:.3g}; "
                 "say which one to keep: retie(params, keep='lookup'), 'head' or 'mean'"

@@ -61,7 +61,7 @@ def _l2_V(x_VxD):
 
 
 def _total(x_VxD):
-    """Sum, row by row first: one running float32 sum of V * D terms would lose digits."""
+    """Sum, row by row first, so that its float32 rounding does not depend on how a backend sums V * D terms."""
     return jnp.sum(jnp.sum(x_VxD, axis=1))
 
 
@@ -95,7 +95,7 @@ def _stats(lookup, head, update):
         stats[f"head_share_{norm}"] = _ratio(sizes["head"], sizes["head"] + sizes["lookup"])
     stats["inner_product"] = _total(lookup * head)
     stats["cosine"] = _ratio(stats["inner_product"], norms["l2"]["lookup"] * norms["l2"]["head"])
-    stats["lookup_rows"] = jnp.sum(jnp.sum(jnp.abs(lookup), axis=1) > 0)
+    stats["lookup_rows"] = jnp.sum(jnp.sum(jnp.abs(lookup), axis=1) != 0)  # NaN counts, too
     if update is not None:
         update = _wide(update)
         length = jnp.sqrt(_total(update**2))
