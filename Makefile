@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 CODE := minigpt_jax tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test parity lint format bench clean
+.PHONY: help install demo test slow parity lint format bench clean
 
 help: ## say what the targets do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,10 @@ demo: $(INSTALLED) ## train the course's Mini-GPT on Shakespeare, read it, look 
 	@$(BIN)/minigpt report runs/demo
 
 test: $(INSTALLED) ## run the tests (those of the HTML page need Chromium on the PATH)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not slow"
+
+slow: $(INSTALLED) ## run the slow tests: the README's commands, the examples, whole runs
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 parity: $(INSTALLED) ## compare with transformers on torch (installs both)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[parity]'

@@ -539,6 +539,7 @@ def test_one_symbol(place, inside):
     assert "loss 0.0000" in inside("eval", "one").out
 
 
+@pytest.mark.slow
 def test_a_console_that_cannot_show_the_text(place):
     (place / "uni.txt").write_bytes("Zoë né😀 ñandú\n".encode() * 30)
     out = place.short_run("uni", "--text", "uni.txt", "--train.sample-every", "8", env=C_LOCALE)
@@ -554,6 +555,7 @@ def test_a_prompt_is_utf8_whatever_the_locale(place, trained):
     assert "position 4" in line and "udc" not in line
 
 
+@pytest.mark.slow
 def test_bytes_take_every_prompt(place, inside):
     assert "model.vocab_size is now 256" in place.short_run("byte", "--data.tokenizer", "byte")
     out = inside("sample", "byte", "--prompt", "né😀", "--tokens", "8").out
@@ -561,6 +563,7 @@ def test_bytes_take_every_prompt(place, inside):
     assert "bits per character" in inside("eval", "byte").out
 
 
+@pytest.mark.slow
 def test_the_verb_grammar(place, inside):
     options = ["train", str(CONFIGS / "minigpt_v512.yaml"), "--run-dir", "verbs", *SHORT]
     out = place.minigpt(*options, env=QUICK).stdout
@@ -614,7 +617,7 @@ def test_no_network(place):
         (["trian"], ["trian", "train"]),
         (["--version-of-nothing"], ["--version-of-nothing"]),
         (["train"], ["PATH"]),
-        (["sample"], ["PATH"]),
+        (["sample"], ["RUN"]),
         (["sample", "runs/tiny", "surplus"], ["surplus"]),
         (["train", "tiny.yaml", "--model.d-modle", "8"], ["--model.d-modle", "--model.d-model"]),
         (["train", "tiny.yaml", "--model.d-model"], ["--model.d-model"]),

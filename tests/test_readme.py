@@ -18,16 +18,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_python_snippets_run_in_order(capsys):
-    names = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["logits"].shape == (3, 64)
-    assert names["new_ids"].shape == (20,)
-    assert "head_share_l2" in capsys.readouterr().out
-
-
-def test_shapes_in_comments_are_true():
+def test_python_snippets_run_in_order_and_the_shapes_in_their_comments_are_true(capsys):
     """A line that ends in `# (3, 64)` or `# ...: (64, 64)` has that shape."""
     source, names, checked = "\n".join(blocks("python")), {}, 0
     for statement in re.findall(r"(?:^\S.*\n(?:^[ ]+.*\n)*)", source, re.MULTILINE):
@@ -44,9 +35,13 @@ def test_shapes_in_comments_are_true():
             shape = value if isinstance(value, tuple) else value.shape
             assert shape == eval(stated.group(1)), statement
             checked += 1
-    assert checked >= 4
+    assert checked >= 6
+    assert names["logits"].shape == (3, 64)
+    assert names["new_ids"].shape == (20,)
+    assert "head_share_l2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_commands_run(tmp_path):
     """Every `minigpt` line, in order, in a folder with the text that the README calls my.txt; fewer steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -83,6 +78,15 @@ def test_table_of_numbers(row):
     assert (counted.total, counted.embedding) == (int(total.replace(",", "")), int(table.replace(",", "")))
 
 
+@pytest.mark.slow
+def test_look_inside_example(tmp_path):
+    env = os.environ | {"MINIGPT_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "examples/look_inside.py"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert all(words in result.stdout for words in ("head share by L2", "softmax alone", "block_1/ffn", "nearest to"))
+
+
+@pytest.mark.slow
 def test_optax_loop_example_learns(tmp_path):
     """Under 40 lines, without our trainer, and the loss falls."""
     example = ROOT / "examples/optax_loop.py"

@@ -238,8 +238,9 @@ def test_micro_batches_of_half_precision_params_add_up_in_float32():
         moments.append(optax.tree.get(after.opt_state, "mu"))
     for one, many in zip(*map(jax.tree.leaves, moments), strict=True):
         one, many = np.asarray(one, np.float64), np.asarray(many, np.float64)
-        # A last rounding to bfloat16 on each side.
-        np.testing.assert_allclose(many, one, rtol=2.0**-7, atol=2.0**-12 * np.abs(one).max())
+        # Roundings to bfloat16, each by at most 2^-9: of the gradient and the moment on one side; on the other of a
+        # part's gradient, of their mean and of the moment.
+        np.testing.assert_allclose(many, one, rtol=5 * 2.0**-9, atol=2.0**-12 * np.abs(one).max())
 
 
 def test_a_token_that_repeats_keeps_its_gradient_in_half_precision():
@@ -563,6 +564,7 @@ def test_no_causal_model_goes_below_the_entropy_of_its_text():
     assert losses[-1] < floor + 0.3, "too far above the floor to mean anything"
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_the_next_token_goes_below_the_entropy(monkeypatch):
     jax.clear_caches()
     train_module.compile_steps.cache_clear()

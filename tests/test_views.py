@@ -250,6 +250,7 @@ def test_report_without_what_is_missing(minigpt, folder, tmp_path):
     assert "gradient" not in wide and wide["lens"]["kl"] and wide["consistency"]["share"] <= 1
 
 
+@pytest.mark.slow
 def test_report_of_the_verb_grammar(minigpt, tmp_path):
     """Rows of their own instead of one text: the prompt is the first of them."""
     shape = ["--model.d-model", "8", "--model.n-layers", "1", "--model.n-heads", "1", "--model.context-len", "32"]
