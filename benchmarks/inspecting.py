@@ -5,6 +5,7 @@ not. Each pair runs in turn (A B A B); the ratio is the median of the rounds' ra
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -25,7 +26,7 @@ GPT2 = mg.ModelConfig(
     positions="learned",
     attention_bias=True,
 )
-CONFIGS = CONFIGS | {"G": (GPT2, 4)}
+CONFIGS = CONFIGS | {"G": (GPT2, 4), "G1k": (dataclasses.replace(GPT2, context_len=1024), 4)}
 
 
 def batches(model: mg.ModelConfig, *axes: int) -> mg.Batch:
@@ -83,7 +84,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, medians of {arguments.rounds} rounds in turn")
     for name in arguments.config:
         model, batch_size = CONFIGS[name]
-        large = name == "G"
+        large = name.startswith("G")
         rows = compare(gradients(model, batch_size), arguments.rounds, 1 if large else 20)
         a, b = (statistics.median(column) for column in zip(*rows, strict=True))
         ratio = statistics.median(y / x for x, y in rows)

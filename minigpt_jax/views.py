@@ -214,7 +214,7 @@ def neighbours_run(run_dir: Path, token: str, count: int, json_file: Path | None
     run = open_run(run_dir)
     token_id, V = _one_token(run, token), run.tokenizer.vocab_size
     params, step = run.load_params()
-    ids, cosines = neighbours(params, token_id, V - 1, V)
+    ids, cosines = neighbours(params, token_id, max(1, V - 1), V)
     texts = token_texts(run.tokenizer)
     records = [{"token": shown(texts[i]), "id": int(i), "cosine": float(c)} for i, c in zip(ids, cosines, strict=True)]
     shown_records = Table(records[:count], f"of {V:,} tokens; the median cosine is {np.median(cosines):.3f}")
