@@ -239,7 +239,8 @@ class TrainConfig(_Checked):
     sample_every: int = 0
     """Print a sample after every so many updates; 0: never."""
     inspect_every: int = 0
-    """Record both parts of the tied gradient after every so many updates, and 1, 2, 4 ... before; 0: never."""
+    """Record both parts of the tied gradient after every so many updates, and 1, 2, 4 ... before; 0: never. Such an
+    update adds the parts up itself, so parameters differ by float32 rounding from those of a run without."""
     lookup_gradient_scale: float = 1.0
     """Multiply the lookup part of the tied gradient; an experiment, 1 changes nothing."""
     clip_head_gradient: bool = False
@@ -300,7 +301,7 @@ class Config(_Checked):
         require(
             self.model.tied or not (t.inspect_every or t.clip_head_gradient or t.lookup_gradient_scale != 1),
             "train.inspect_every, lookup_gradient_scale and clip_head_gradient are about the two uses of one table; "
-            "this model is untied (tied: false): leave them out",
+            "this model is untied (tied: false): leave them out, or set inspect_every to 0 (--train.inspect-every 0)",
         )
         require(
             self.model.param_dtype != "float16",

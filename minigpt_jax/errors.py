@@ -31,6 +31,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 def replacing(path: str | Path) -> typing.Iterator[BinaryIO]:
     """A binary file that takes the name `path` only when it was written to its end. Makes the folder."""
     path = Path(path)
+    require(bool(path.name) and not path.is_dir(), f"{path} is a folder; give the name of a file to write")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .config import ModelConfig
 from .data import Batch
 from .errors import require
-from .functional import check_ids, check_mask, check_tokens, embed, forward, trunk, unembed
+from .functional import check_ids, check_mask, check_params, check_tokens, embed, forward, trunk, unembed
 from .model import wide
 
 
@@ -74,7 +74,11 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
     if chunk is None:
         logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
         return cross_entropy_sum(logits, batch.targets, batch.mask)
-    require(chunk >= 1, f"chunk is {chunk}; give the number of positions whose logits are held at once, at least 1")
+    require(
+        isinstance(chunk, int) and chunk >= 1,
+        f"chunk is {chunk}; give the number of positions whose logits are held at once, at least 1",
+    )
+    check_params(params, config)
     h = trunk(params, embed(params, batch.tokens, config), config, dropout_key=dropout_key)
     mask = jnp.ones(batch.targets.shape, bool) if batch.mask is None else batch.mask
     return _chunked_sum(params, h, batch.targets, mask, config, chunk)
@@ -83,6 +87,7 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
 def _chunked_sum(params, h, targets, mask, config: ModelConfig, chunk: int) -> LossSum:
     """The head and its loss for `chunk` positions at a time, whose logits are computed again in the backward pass."""
     D, N = config.d_model, targets.size
+    chunk = min(chunk, N)
     spare = -N % chunk  # padding that no mask lets in
 
     def cut(x, *shape):
@@ -117,6 +122,11 @@ def loss_and_grads(
 
     Sums and counts are added up and divided once, so that the result does not depend on how the batch is cut.
     """
+
+    require(
+        isinstance(accumulate, int) and accumulate >= 1, f"accumulate is {accumulate}; give a whole number, at least 1"
+    )
+    batch = checked_batch(batch, config)
 
     def summed_loss(params, batch, key, value):
         summed = loss_sum(params, batch, config, key, chunk)

@@ -15,6 +15,7 @@ import optax
 from .config import ModelConfig
 from .errors import InputError, require
 from .functional import abstract_params
+from .model import wide
 from .trees import leaf_paths
 
 TABLE, HEAD = "embed/embedding", "head/embedding_out"
@@ -141,7 +142,7 @@ def clip_head_gradient() -> optax.GradientTransformation:
 
     def clip(grads, params=None):
         lookup, head = _parts(grads)
-        limit, norm = optax.tree.norm(lookup), optax.tree.norm(head)
+        limit, norm = (optax.tree.norm(part.astype(wide(part.dtype))) for part in (lookup, head))
         return _replaced(grads, lookup, head * jnp.where(norm > limit, limit / norm, 1).astype(head.dtype))
 
     return optax.stateless(clip)

@@ -36,6 +36,7 @@ from .inspect.lens import NO_TARGET, LensTable
 from .inspect.pictures import NORMS, plot_lens, plot_neighbours, plot_split
 from .inspect.report import render_report
 from .inspect.tables import Table, finite, shortened, shown
+from .inspect.tuned import fingerprint
 from .runs import unit
 from .train import TOKENS_PER_CALL
 
@@ -128,23 +129,36 @@ def _probes_path(run: Run, inside: bool) -> Path:
     return run.path / ("tuned_lens_inside.safetensors" if inside else "tuned_lens.safetensors")
 
 
-def _probes(run: Run, params, step: int, inside: bool, steps: int | None) -> dict:
-    """The run's probes of a tuned lens: those beside it; new ones where they are of another checkpoint, or `steps`
-    asks for it."""
+def _kept_probes(run: Run, params, inside: bool) -> tuple[dict | None, str]:
+    """The probes beside the run, or None and why they are of no use."""
+    path = _probes_path(run, inside)
+    if not path.is_file():
+        return None, "no tuned lens yet"
+    try:
+        probes, trained_on = load_probes(path)
+    except InputError as error:
+        return None, str(error)
+    return (probes, "") if trained_on == fingerprint(params) else (None, f"the probes in {path} are of another model")
+
+
+def _probes(run: Run, params, inside: bool, steps: int | None) -> dict:
+    """The run's probes of a tuned lens: those beside it; new ones where they don't fit, or `steps` asks for it."""
     path, config = _probes_path(run, inside), run.config.model
     if path.is_file() and steps is None:
-        probes, trained_on = load_probes(path)
-        if trained_on == step:
+        probes, why = _kept_probes(run, params, inside)
+        if probes is not None:
             return probes
-        print(f"the probes in {path} are of step {trained_on}; training new ones", file=sys.stderr)
+        print(f"{why}; training new ones", file=sys.stderr)
     dataset = load_dataset(run.config.data, config.context_len, run.tokenizer)
+    run.load_params(dataset.text_sha256)  # refuses another text than the run's own
     windows, steps = max(1, TOKENS_PER_CALL // (4 * config.context_len)), 300 if steps is None else steps
-    progress = train_probes(params, dataset.train, config, steps, windows, inside=inside)
+    limit = run.tokenizer.vocab_size
+    progress = train_probes(params, dataset.train, config, steps, windows, inside=inside, vocab_limit=limit)
     terminal = Console(stderr=True)
     done = list(
         track(progress, "an affine probe for each layer", steps, console=terminal, disable=not terminal.is_terminal)
     )
-    save_probes(done[-1].probes, path, step)
+    save_probes(done[-1].probes, path, params)
     before, after = done[0].kl, np.mean([record.kl for record in done[-20:]], axis=0)
     for name, a, b in zip(lens_points(config, inside), before, after, strict=False):
         print(f"{name:<20} KL to final {a:8.3f} bits, through its probe {b:8.3f}", file=sys.stderr)
@@ -166,9 +180,10 @@ def lens_run(
     """Print what the model would say after each layer of a prompt."""
     run = open_run(run_dir)
     points, ids = lens_points(run.config.model, inside), _prompt_ids(run, prompt)
+    require(tuned or tuned_steps is None, "--tuned-steps trains the probes of a tuned lens; give --tuned, too")
     require(layer is None or layer in points, f"--layer is {layer!r}; choose one of {', '.join(points)}")
     params, step = run.load_params()
-    probes = _probes(run, params, step, inside, tuned_steps) if tuned else None
+    probes = _probes(run, params, inside, tuned_steps) if tuned else None
     texts = token_texts(run.tokenizer)
     table = lens_table(params, ids, run.config.model, top_k=top_k, inside=inside, probes=probes, vocab_limit=len(texts))
     if plot is not None:
@@ -247,7 +262,9 @@ def report_data(run: Run, prompt: str | None) -> dict:
         notes.append(f"without gradient and frequencies: {error}")
     params, step = run.load_params(dataset.text_sha256 if dataset else None)
     table, records = param_table(config), run.metrics()
-    train, val = ([r for r in records if r["kind"] == kind and r["step"] <= step] for kind in ("train", "eval"))
+    train, val, inspections = (
+        [r for r in records if r["kind"] == kind and r["step"] <= step] for kind in ("train", "eval", "inspect")
+    )
     summary = [("parameters", f"{table.total:,}"), ("of them the table E", f"{table.embedding:,}")]
     summary += [("shape", f"V={config.vocab_size} D={config.d_model} L={config.n_layers} H={config.n_heads}")]
     per = unit(dataset) if dataset else "token"
@@ -270,9 +287,9 @@ def report_data(run: Run, prompt: str | None) -> dict:
                 for row in table.rows
             ],
         },
-        "tied": [{k: v for k, v in r.items() if k != "kind"} for r in records if r["kind"] == "inspect"] or None,
+        "tied": [{k: v for k, v in r.items() if k != "kind"} for r in inspections] or None,
     }
-    if not data["tied"]:
+    if config.tied and not data["tied"]:
         notes.append("no tied gradient over training: train with train.inspect_every set, say to 50")
     if train:
         data["loss"] = {
@@ -291,17 +308,16 @@ def report_data(run: Run, prompt: str | None) -> dict:
             for record in token_table(split, batch, texts).records
         ]
     if prompt is not None or dataset is None:
-        prompt_ids = _prompt_ids(run, prompt or texts[0])
+        prompt_ids = _prompt_ids(run, texts[0] if prompt is None else prompt)
     else:
         first = next((dataset.val or dataset.train).eval_batches(1, 1))
         prompt_ids = first.tokens[0][first.mask[0]][:PROMPT_TOKENS]
     for name in ("lens", "tuned"):
         probes = None
         if name == "tuned":
-            path = _probes_path(run, inside=False)
-            probes, trained_on = load_probes(path) if path.is_file() else (None, None)
-            if trained_on != step:
-                notes.append(f"no tuned lens of this step: train one with minigpt lens {run.path} --tuned --prompt ...")
+            probes, why = _kept_probes(run, params, inside=False)
+            if probes is None:
+                notes.append(f"{why}: train one with minigpt lens {run.path} --tuned --prompt ...")
                 continue
         lens = lens_table(params, prompt_ids, config, top_k=5, probes=probes, vocab_limit=V)
         data[name] = _lens_data(lens, run.tokenizer.decode(prompt_ids))

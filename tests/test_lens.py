@@ -331,3 +331,11 @@ def test_the_lens_leaves_the_params_as_they_are():
     mg.logit_lens(params, TOKENS, LAYERNORM)
     mg.lens_table(params, TOKENS, LAYERNORM)
     jax.tree.map(np.testing.assert_array_equal, params, params_of(LAYERNORM))
+
+
+def test_a_table_s_targets_can_be_given_back():
+    table = mg.lens_table(params_of(LAYERNORM), TOKENS, LAYERNORM)
+    again = mg.lens_table(params_of(LAYERNORM), TOKENS, LAYERNORM, targets=table.targets)
+    np.testing.assert_array_equal(table.rank_target, again.rank_target)
+    with pytest.raises(mg.InputError, match="is -2"):
+        mg.lens_table(params_of(LAYERNORM), TOKENS, LAYERNORM, targets=np.full_like(TOKENS, -2))

@@ -593,3 +593,33 @@ def test_data_parallel_gradients_equal_those_of_one_device(tmp_path):
         for path, leaf in leaf_paths(grads).items():
             atol = 1e-5 * float(np.abs(leaf).max())
             np.testing.assert_allclose(leaf_paths(results[n][1])[path], leaf, rtol=0, atol=atol, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": -1}, "accumulate is -1"),
+        ({"chunk": 2.0}, "chunk is 2.0"),
+        ({"chunk": 0}, "chunk is 0"),
+    ],
+    ids=str,
+)
+def test_ways_to_cut_a_batch_that_are_refused(options, words):
+    with pytest.raises(mg.InputError, match=words):
+        mg.tied_gradient(params_of(TINY), a_batch(), TINY, **options)
+
+
+def test_ids_and_params_are_checked_however_the_batch_is_cut():
+    wrong = a_batch()._replace(tokens=a_batch().tokens + TINY.vocab_size)
+    with pytest.raises(mg.InputError, match="ids must be in"):
+        mg.tied_gradient(params_of(TINY), wrong, TINY, accumulate=2)
+    with pytest.raises(mg.InputError, match="do not fit the config"):
+        mg.loss({"embed": params_of(TINY)["embed"]}, a_batch(), TINY, chunk=2)
+
+
+def test_a_nan_is_not_a_part_of_size_zero():
+    part = np.ones((2, 2), np.float32)
+    broken = np.array([[np.nan, 1], [1, 1]], np.float32)
+    stats = mg.tied_stats(mg.TiedGradient(np.float32(0), jnp.asarray(part), jnp.asarray(broken), {}))
+    assert all(np.isnan(stats[name]) for name in ("cosine", "head_share_l2", "head_share_l1"))

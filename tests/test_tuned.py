@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 import minigpt_jax as mg
+from minigpt_jax.inspect.tuned import fingerprint
 
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=2, n_heads=1, d_ff=5, context_len=8)
 LAYERS = ("embed", "block_0/ffn", "block_1/ffn")
@@ -247,18 +248,19 @@ def test_no_steps_are_refused(steps):
 # On disk.
 
 
-def test_probes_and_their_step_come_back_bit_for_bit(tmp_path):
+def test_probes_and_their_model_come_back_bit_for_bit(tmp_path):
     probes = noisy_probes(TINY)
-    mg.save_probes(probes, tmp_path / "new" / "probes.safetensors", 1234)
+    mg.save_probes(probes, tmp_path / "new" / "probes.safetensors", params_of(TINY))
     for path in (tmp_path / "new" / "probes.safetensors", str(tmp_path / "new" / "probes.safetensors")):
-        loaded, step = mg.load_probes(path)
-        assert step == 1234 and {name: x.dtype for name, x in loaded.items()} == dict.fromkeys(probes, jnp.float32)
+        loaded, model = mg.load_probes(path)
+        assert model == fingerprint(params_of(TINY))
+        assert {name: x.dtype for name, x in loaded.items()} == dict.fromkeys(probes, jnp.float32)
         jax.tree.map(np.testing.assert_array_equal, loaded, probes)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["probes.safetensors"]
 
 
 KERNEL, BIAS = np.zeros((2, 6, 6), np.float32), np.zeros((2, 6), np.float32)
-GOOD = safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"step": "5"})
+GOOD = safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"params_sha256": "5"})
 
 
 @pytest.mark.parametrize(
@@ -270,12 +272,12 @@ GOOD = safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"step"
         b"\xff" * 8 + GOOD[8:],
         safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}),
         safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"made by": "someone"}),
-        safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"step": "last"}),
-        safetensors.numpy.save({"bias": BIAS}, metadata={"step": "5"}),
-        safetensors.numpy.save({"kernel": KERNEL}, metadata={"step": "5"}),
-        safetensors.numpy.save({"embed/embedding": BIAS}, metadata={"step": "5"}),
+        safetensors.numpy.save({"kernel": KERNEL, "bias": BIAS}, metadata={"step": "5"}),
+        safetensors.numpy.save({"bias": BIAS}, metadata={"params_sha256": "5"}),
+        safetensors.numpy.save({"kernel": KERNEL}, metadata={"params_sha256": "5"}),
+        safetensors.numpy.save({"embed/embedding": BIAS}, metadata={"params_sha256": "5"}),
     ],
-    ids=["empty", "text", "cut", "header", "no metadata", "no step", "a word", "no kernel", "no bias", "a model"],
+    ids=["empty", "text", "cut", "header", "no metadata", "no model", "only a step", "no kernel", "no bias", "a model"],
 )
 def test_a_file_that_holds_no_probes_is_refused_in_one_line(data, tmp_path):
     (tmp_path / "probes.safetensors").write_bytes(data)
@@ -289,5 +291,29 @@ def test_a_missing_file_and_a_folder_are_refused_in_one_line(tmp_path):
         with pytest.raises(mg.InputError, match="holds no probes") as error:
             mg.load_probes(path)
         assert "\n" not in str(error.value)
-    with pytest.raises(mg.InputError, match="cannot write"):
-        mg.save_probes(noisy_probes(TINY), tmp_path, 1)
+    with pytest.raises(mg.InputError, match="is a folder"):
+        mg.save_probes(noisy_probes(TINY), tmp_path, params_of(TINY))
+
+
+def test_a_fingerprint_is_of_every_value_and_its_place():
+    """Probes matched by the step alone were read with another model of as many steps, without a word."""
+    params = params_of(TINY)
+    other = jax.tree.map(lambda x: x, params)
+    other["norm_final"]["scale"] = np.asarray(params["norm_final"]["scale"]).copy()
+    assert fingerprint(other) == fingerprint(params)
+    other["norm_final"]["scale"][-1] += 1e-6
+    assert fingerprint(other) != fingerprint(params)
+    swapped = {**params, "block_0": params["block_1"], "block_1": params["block_0"]}
+    assert fingerprint(swapped) != fingerprint(params)
+
+
+def test_spare_rows_have_no_say_in_the_probes():
+    """The same KL as the lens shows: without the rows that stand for no token."""
+    limit = TINY.vocab_size - 2
+    tokens = Texts(TINY).batch(0, 0, 3).tokens % limit
+    source = type("Source", (), {"batch": lambda self, seed, step, n: mg.Batch(tokens, tokens, None)})()
+    progress = next(mg.train_probes(params_of(TINY), source, TINY, steps=1, batch_size=3, vocab_limit=limit))
+    shown = np.asarray(mg.lens_table(params_of(TINY), tokens, TINY, vocab_limit=limit).kl).mean(axis=(1, 2))
+    np.testing.assert_allclose(progress.kl, shown[:-1], rtol=1e-4)  # float32 sums over the positions in another order
+    every = next(mg.train_probes(params_of(TINY), source, TINY, steps=1, batch_size=3))
+    assert np.abs(every.kl - progress.kl).min() > 1e-3 * progress.kl.min()

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -155,12 +156,23 @@ def test_a_tuned_lens_is_trained_once_and_kept_beside_the_run(minigpt, folder, c
     again = tuned()
     assert again.err == "" and again.out == first.out
     assert (folder / "run/tuned_lens.safetensors").read_bytes() == saved
-    probes, step = mg.load_probes(folder / "run/tuned_lens.safetensors")
-    mg.save_probes(probes, folder / "run/tuned_lens.safetensors", step - 1)
-    assert "are of step 23; training new ones" in tuned().err
+    probes, _ = mg.load_probes(folder / "run/tuned_lens.safetensors")
+    other = mg.init(mg.open_run(folder / "run").config.model, jax.random.key(5))  # the same step, other parameters
+    mg.save_probes(probes, folder / "run/tuned_lens.safetensors", other)
+    minigpt("report", "run", "--out", "r.html")
+    assert any("of another model" in note for note in page_data(folder / "r.html")["notes"])
+    assert "of another model; training new ones" in tuned().err
     (folder / "run/tuned_lens.safetensors").write_bytes(saved[:50])
-    assert "holds no probes of a tuned lens" in minigpt("lens", "run", "--prompt", "the", "--tuned", code=2)
-    (folder / "run/tuned_lens.safetensors").write_bytes(saved)
+    minigpt("report", "run", "--out", "r.html")
+    assert any("holds no probes" in note for note in page_data(folder / "r.html")["notes"])
+    assert "holds no probes of a tuned lens" in tuned().err
+    text = (folder / "text.txt").read_text(encoding="utf-8")
+    (folder / "text.txt").write_text(text[::-1], encoding="utf-8")
+    try:
+        changed = minigpt("lens", "run", "--prompt", "the", "--tuned", "--tuned-steps", "2", code=2)
+    finally:
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+    assert "was trained on other text" in changed
 
 
 # neighbours
@@ -276,6 +288,10 @@ def test_report_of_the_verb_grammar(minigpt, tmp_path):
         (["lens", "run", "--prompt", "the", "--top-k", "0"], ["top_k is 0"]),
         (["lens", "run", "--prompt", "the", "--tuned", "--tuned-steps", "0"], ["steps is 0"]),
         (["lens", "nowhere", "--prompt", "the"], ["nowhere is not a run directory"]),
+        (["lens", "run", "--prompt", "the", "--tuned-steps", "5"], ["give --tuned"]),
+        (["report", "run", "--prompt", ""], ["the prompt is empty"]),
+        (["report", "run", "--out", "."], ["is a folder"]),
+        (["grads", "run", "--json", "."], ["is a folder"]),
         (["neighbours", "run"], ["TOKEN"]),
         (["neighbours", "run", "the"], ["'the' is 3 tokens", "'t' (#", "#7"]),
         (["neighbours", "run", ""], ["0 tokens"]),

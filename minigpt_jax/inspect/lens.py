@@ -175,7 +175,9 @@ def lens_table(
         none = jnp.full((*tokens.shape[:-1], 1), NO_TARGET, tokens.dtype)
         targets = jnp.concatenate([tokens[..., 1:], none], axis=-1)
     else:
-        targets = jnp.asarray(check_ids(check_tokens(targets, config, "targets"), limit, "targets"))
+        targets = np.asarray(targets)  # -1 stands for no target, as in the result
+        check_ids(np.where(targets == NO_TARGET, 0, targets), limit, "targets")
+        targets = jnp.asarray(targets)
         require(
             targets.shape == tokens.shape, f"targets have shape {targets.shape} and tokens {tokens.shape}; give one"
         )

@@ -106,7 +106,7 @@ def _stats(lookup, head, update):
 
 def _ratio(a, b):
     """a / b, and 0 where b is 0: a part that does not exist has no share and no direction."""
-    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))  # NaN stays NaN
 
 
 def token_table(split: TiedGradient, batch: Batch, texts: list[str] | None = None) -> Table:

@@ -1,6 +1,7 @@
 """The tuned lens: an affine probe for each layer, trained to say what the last layer says (Belrose et al. 2023,
 arXiv:2303.08112). It answers what a layer knows; the logit lens, only what it shows in the last layer's own terms."""
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from ..config import ModelConfig
 from ..errors import InputError, replacing, require
 from ..functional import check_params, readout
 from ..model import wide
+from ..trees import leaf_paths
 from .lens import apply_probes, lens_points, residual_stack
 
 
@@ -44,17 +46,19 @@ def train_probes(
     peak_lr: float = 3e-3,
     seed: int = 0,
     inside: bool = False,
+    vocab_limit: int | None = None,
 ) -> Iterator[Progress]:
     """Adam on the mean KL(final || probe) over layers and positions; the model itself stays as it is.
 
-    `source` gives batches as a function of (seed, step), as a dataset's `train` does.
+    `source` gives batches as a function of (seed, step), as a dataset's `train` does. `vocab_limit` leaves out rows of
+    the table without a token, as in `lens_table`.
     """
     check_params(params, config)
     require(steps >= 1, f"steps is {steps}; it must be at least 1")
-    return _updates(params, source, config, steps, batch_size, peak_lr, seed, inside)
+    return _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, vocab_limit)
 
 
-def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside) -> Iterator[Progress]:
+def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, limit) -> Iterator[Progress]:
     probes = init_probes(config, inside)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(peak_lr, steps)))
     opt_state = optimizer.init(probes)
@@ -63,11 +67,11 @@ def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside) -
         weight_N = jnp.ones(tokens_BxT.size) if mask_BxT is None else mask_BxT.reshape(-1).astype(float)
         rows = residual_stack(params, tokens_BxT, config, inside=inside)
         x_RxNxD = rows.reshape(rows.shape[0], -1, config.d_model)
-        final_NxV = jax.nn.log_softmax(readout(params, x_RxNxD[-1], config))
+        final_NxV = jax.nn.log_softmax(readout(params, x_RxNxD[-1], config)[:, :limit])
 
         @jax.checkpoint  # the logits of one layer at a time
         def kl(x_NxD):
-            log_NxV = jax.nn.log_softmax(readout(params, x_NxD, config))
+            log_NxV = jax.nn.log_softmax(readout(params, x_NxD, config)[:, :limit])
             kl_N = jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1)
             return jnp.sum(weight_N * kl_N) / jnp.maximum(jnp.sum(weight_N), 1) / np.log(2)
 
@@ -87,18 +91,27 @@ def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside) -
         yield Progress(step + 1, np.asarray(kl_R), probes)
 
 
-def save_probes(probes: dict, path: str | Path, step: int) -> None:
-    """Write the probes as safetensors, with the training step of the model that they read."""
+def fingerprint(params) -> str:
+    """SHA-256 of all parameters: probes read one model, and another one may have the same number of steps."""
+    digest = hashlib.sha256()
+    for path, leaf in leaf_paths(params).items():
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def save_probes(probes: dict, path: str | Path, params) -> None:
+    """Write the probes as safetensors, with the fingerprint of the model that they read."""
     arrays = {name: np.ascontiguousarray(value) for name, value in probes.items()}
     with replacing(path) as file:
-        file.write(safetensors.numpy.save(arrays, metadata={"step": str(step)}))
+        file.write(safetensors.numpy.save(arrays, metadata={"params_sha256": fingerprint(params)}))
 
 
-def load_probes(path: str | Path) -> tuple[dict, int]:
-    """The probes, and the step of the model that they were trained on."""
+def load_probes(path: str | Path) -> tuple[dict, str]:
+    """The probes, and the `fingerprint` of the model that they were trained on."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             probes = {name: jnp.asarray(file.get_tensor(name)) for name in ("kernel", "bias")}
-            return probes, int(file.metadata()["step"])
+            return probes, file.metadata()["params_sha256"]
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} holds no probes of a tuned lens ({' '.join(str(error).split())[:100]})") from None
