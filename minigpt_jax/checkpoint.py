@@ -114,10 +114,14 @@ class Run:
             changed = [SUMS]
         return f"{changed[0]} is damaged" if changed else None
 
+    @staticmethod
+    def _meta(manager, step: int) -> dict:
+        return manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+
     def _restore(self, step: int, **abstract):
         """The named items of one checkpoint, and its meta; `InputError` where they do not fit the config."""
         with self._manager() as manager:
-            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            meta = self._meta(manager, step)
             stored = manager.item_metadata(step)
             differences = tree_differences(abstract["params"], stored["params"].tree, "the checkpoint")
             require(
@@ -152,6 +156,11 @@ class Run:
         restored, meta = self._newest(params=abstract_params(self.config.model))
         self._check_data(meta, data_sha256 or meta["data_sha256"])
         return restored.params, meta["step"]
+
+    def check_text(self, step: int, data_sha256: str) -> None:
+        """Raise unless the checkpoint of `step` was trained on this text."""
+        with self._manager() as manager:
+            self._check_data(self._meta(manager, step), data_sha256)
 
     def _check_data(self, meta: dict, data_sha256: str) -> None:
         require(

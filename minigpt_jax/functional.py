@@ -55,6 +55,13 @@ def check_params(params, config: ModelConfig) -> None:
     raise InputError(f"the params do not fit the config: {'; '.join(tree_differences(expected, params, 'the params'))}")
 
 
+def check_limit(vocab_limit: int | None, vocab_size: int) -> int:
+    """How many rows of the table stand for tokens: `vocab_limit`, or all V."""
+    limit = vocab_size if vocab_limit is None else vocab_limit
+    require(1 <= limit <= vocab_size, f"vocab_limit is {limit}; it must be in [1, {vocab_size}]")
+    return limit
+
+
 def check_stream(x, config: ModelConfig) -> None:
     require(
         jnp.ndim(x) in (2, 3) and jnp.shape(x)[-1] == config.d_model,

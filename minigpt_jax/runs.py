@@ -262,15 +262,21 @@ def eval_run(run_dir: Path, text: Path | None) -> None:
         )
 
 
+def prompt_ids(tokenizer, prompt: str) -> list[int]:
+    """The prompt's tokens, behind the begin token where the vocabulary has one."""
+    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids += tokenizer.encode(prompt).tolist()
+    require(bool(ids), "the prompt is empty; give at least one character")
+    return ids
+
+
 def write_text(
     params, tokenizer, config: Config, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window=None
 ) -> str:
     """Prompt and continuation as text. `window` None is the training length where positions allow one."""
-    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    if prompt is None and not ids:
+    if prompt is None and tokenizer.bos_id is None:
         prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
-    ids += tokenizer.encode(prompt or "").tolist()
-    require(bool(ids), "the prompt is empty; give at least one character")
+    ids = prompt_ids(tokenizer, prompt or "")
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
     if config.model.positions == "learned":
@@ -281,7 +287,7 @@ def write_text(
         tokens = min(tokens, room)
     new = generate(
         params,
-        np.asarray(ids, np.int32),
+        np.array(ids, np.int32),
         config.model,
         key=jax.random.key(seed),
         max_new_tokens=tokens,

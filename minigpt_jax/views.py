@@ -37,7 +37,7 @@ from .inspect.pictures import NORMS, plot_lens, plot_neighbours, plot_split
 from .inspect.report import render_report
 from .inspect.tables import Table, finite, shortened, shown
 from .inspect.tuned import fingerprint
-from .runs import unit
+from .runs import prompt_ids, unit
 from .train import TOKENS_PER_CALL
 
 STDOUT = Path("-")
@@ -64,18 +64,18 @@ def _show(text: str, data: dict, json_file: Path | None) -> None:
 
 def _batch(run: Run, text: Path | None, dataset: Dataset | None):
     """A batch to take gradients on, as large as an evaluation's, and what it is."""
-    T, source, kind = run.config.model.context_len, None, "held-out"
+    T = run.config.model.context_len
     if text is not None:
         tokens = run.tokenizer.encode(read_text(text))
         require(len(tokens) >= 2, f"{text} has {len(tokens)} tokens; a gradient needs at least 2")
-        source, kind = Windows(tokens, T), str(text)
+        source, kind = Windows(tokens, T), f"tokens of {text}"
     elif dataset.val is not None:
-        source = dataset.val
+        source, kind = dataset.val, "held-out tokens"
     else:
-        source, kind = dataset.train, "training"
+        source, kind = dataset.train, "training tokens"
     windows = max(1, TOKENS_PER_CALL // T)
     batch = next(source.eval_batches(windows, windows))
-    return batch, f"{batch.mask.sum():,} {'' if text else kind + ' '}tokens" + (f" of {text}" if text else "")
+    return batch, f"{batch.mask.sum():,} {kind}"
 
 
 _tied_gradient = jax.jit(tied_gradient, static_argnames="config")
@@ -118,13 +118,6 @@ def grads_run(run_dir: Path, text: Path | None, rows: int, json_file: Path | Non
     _show("\n".join(parts), data | {"tokens": tokens.records, "leaves": leaves.records}, json_file)
 
 
-def _prompt_ids(run: Run, prompt: str) -> np.ndarray:
-    ids = [] if run.tokenizer.bos_id is None else [run.tokenizer.bos_id]
-    ids = np.asarray([*ids, *run.tokenizer.encode(prompt).tolist()], np.int32)
-    require(ids.size > 0, "the prompt is empty; give at least one character")
-    return ids
-
-
 def _probes_path(run: Run, inside: bool) -> Path:
     return run.path / ("tuned_lens_inside.safetensors" if inside else "tuned_lens.safetensors")
 
@@ -141,7 +134,7 @@ def _kept_probes(run: Run, params, inside: bool) -> tuple[dict | None, str]:
     return (probes, "") if trained_on == fingerprint(params) else (None, f"the probes in {path} are of another model")
 
 
-def _probes(run: Run, params, inside: bool, steps: int | None) -> dict:
+def _probes(run: Run, params, step: int, inside: bool, steps: int | None) -> dict:
     """The run's probes of a tuned lens: those beside it; new ones where they don't fit, or `steps` asks for it."""
     path, config = _probes_path(run, inside), run.config.model
     if path.is_file() and steps is None:
@@ -150,7 +143,7 @@ def _probes(run: Run, params, inside: bool, steps: int | None) -> dict:
             return probes
         print(f"{why}; training new ones", file=sys.stderr)
     dataset = load_dataset(run.config.data, config.context_len, run.tokenizer)
-    run.load_params(dataset.text_sha256)  # refuses another text than the run's own
+    run.check_text(step, dataset.text_sha256)
     windows, steps = max(1, TOKENS_PER_CALL // (4 * config.context_len)), 300 if steps is None else steps
     limit = run.tokenizer.vocab_size
     progress = train_probes(params, dataset.train, config, steps, windows, inside=inside, vocab_limit=limit)
@@ -179,11 +172,11 @@ def lens_run(
 ) -> None:
     """Print what the model would say after each layer of a prompt."""
     run = open_run(run_dir)
-    points, ids = lens_points(run.config.model, inside), _prompt_ids(run, prompt)
+    points, ids = lens_points(run.config.model, inside), np.array(prompt_ids(run.tokenizer, prompt), np.int32)
     require(tuned or tuned_steps is None, "--tuned-steps trains the probes of a tuned lens; give --tuned, too")
     require(layer is None or layer in points, f"--layer is {layer!r}; choose one of {', '.join(points)}")
     params, step = run.load_params()
-    probes = _probes(run, params, inside, tuned_steps) if tuned else None
+    probes = _probes(run, params, step, inside, tuned_steps) if tuned else None
     texts = token_texts(run.tokenizer)
     table = lens_table(params, ids, run.config.model, top_k=top_k, inside=inside, probes=probes, vocab_limit=len(texts))
     if plot is not None:
@@ -196,10 +189,10 @@ def lens_run(
 
 def _lens_data(table: LensTable, prompt: str) -> dict:
     """The table with null where there is no target."""
-    data = {name: np.asarray(value).tolist() for name, value in table._asdict().items() if name != "points"}
-    data["targets"] = [None if i == NO_TARGET else i for i in data["targets"]]
-    data["rank_target"] = [[None if i == NO_TARGET else i for i in row] for row in data["rank_target"]]
-    return {"prompt": prompt, "points": list(table.points), "ids": data.pop("tokens"), **data}
+    data = table._asdict()
+    for name in ("targets", "rank_target"):
+        data[name] = np.where(np.asarray(data[name]) == NO_TARGET, None, data[name])
+    return {"prompt": prompt, "ids": data.pop("tokens"), **data}
 
 
 def _one_token(run: Run, text: str) -> int:
@@ -308,25 +301,23 @@ def report_data(run: Run, prompt: str | None) -> dict:
             for record in token_table(split, batch, texts).records
         ]
     if prompt is not None or dataset is None:
-        prompt_ids = _prompt_ids(run, texts[0] if prompt is None else prompt)
+        ids = np.array(prompt_ids(run.tokenizer, texts[0] if prompt is None else prompt), np.int32)
     else:
         first = next((dataset.val or dataset.train).eval_batches(1, 1))
-        prompt_ids = first.tokens[0][first.mask[0]][:PROMPT_TOKENS]
-    for name in ("lens", "tuned"):
-        probes = None
-        if name == "tuned":
-            probes, why = _kept_probes(run, params, inside=False)
-            if probes is None:
-                notes.append(f"{why}: train one with minigpt lens {run.path} --tuned --prompt ...")
-                continue
-        lens = lens_table(params, prompt_ids, config, top_k=5, probes=probes, vocab_limit=V)
-        data[name] = _lens_data(lens, run.tokenizer.decode(prompt_ids))
+        ids = first.tokens[0][first.mask[0]][:PROMPT_TOKENS]
+    shown_prompt = run.tokenizer.decode(ids)
+    data["lens"] = _lens_data(lens_table(params, ids, config, vocab_limit=V), shown_prompt)
+    probes, why = _kept_probes(run, params, inside=False)
+    if probes is None:
+        notes.append(f"{why}: train one with minigpt lens {run.path} --tuned --prompt ...")
+    else:
+        data["tuned"] = _lens_data(lens_table(params, ids, config, probes=probes, vocab_limit=V), shown_prompt)
     if V >= 2:
         listed = np.argsort(-counts, kind="stable")[:PAGE_ROWS]
         if V > PAGE_ROWS:
             notes.append(f"neighbours of the {PAGE_ROWS:,} most frequent tokens of {V:,}")
-        ids, cosines = all_neighbours(params, 10, V, np.sort(listed))
-        data["neighbours"] = {"of": np.sort(listed), "ids": ids, "cosines": cosines.round(4)}
+        nearest, cosines = all_neighbours(params, 10, V, np.sort(listed))
+        data["neighbours"] = {"of": np.sort(listed), "ids": nearest, "cosines": cosines.round(4)}
     fit = interface_consistency(params, config, V)
     failures = [(int(v), int(fit.decoded[v])) for v in np.flatnonzero(fit.decoded != np.arange(V))]
     data["consistency"] = {"share": fit.share, "failures": failures[:50]}

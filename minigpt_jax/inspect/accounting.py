@@ -1,6 +1,7 @@
 """Where the parameters, bytes and FLOPs of a config are, from its shapes alone; and how large a tree's leaves are."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -191,21 +192,21 @@ def _is_numbers(leaf) -> bool:
 def _measured(leaf) -> _Size:
     if not math.prod(jnp.shape(leaf)):
         return _Size(0.0, 0.0, 0.0, 0)
-    if isinstance(leaf, jax.Array) or leaf.dtype.itemsize <= 4:
-        largest, mean_square, nonfinite = jax.device_get(_reduced(leaf))
+    if isinstance(leaf, jax.Array):
+        largest, mean_square, nonfinite = jax.device_get(_reduced_on_device(leaf.astype(wide(leaf.dtype))))
     else:  # JAX would cut NumPy's 64 bits to 32
-        x = np.abs(leaf.astype(np.float64))
-        largest, nonfinite = x.max(), np.sum(~np.isfinite(x))
         with np.errstate(invalid="ignore"):
-            mean_square = np.mean((x / (largest or 1)) ** 2)
+            largest, mean_square, nonfinite = _reduced(np.asarray(leaf, np.float64), np)
     rms = float(largest) * math.sqrt(mean_square)
     return _Size(rms * math.sqrt(math.prod(jnp.shape(leaf))), rms, float(largest), int(nonfinite))
 
 
-@jax.jit
-def _reduced(x):
-    """max |x|, the mean square of x / max |x|, and how many values are not finite."""
-    x = x.astype(wide(x.dtype)).reshape(-1, x.shape[-1] if x.ndim else 1)
-    largest = jnp.max(jnp.abs(x))
-    scaled = x / jnp.where(largest > 0, largest, 1)
-    return largest, jnp.mean(jnp.mean(scaled**2, axis=1)), jnp.sum(~jnp.isfinite(x))
+def _reduced(x, xp):
+    """max |x|, the mean square of x / max |x|, and how many values are not finite; `xp` is numpy or jax.numpy."""
+    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    largest = xp.max(xp.abs(x))
+    scaled = x / xp.where(largest > 0, largest, 1)
+    return largest, xp.mean(xp.mean(scaled**2, axis=1)), xp.sum(~xp.isfinite(x))
+
+
+_reduced_on_device = jax.jit(functools.partial(_reduced, xp=jnp))

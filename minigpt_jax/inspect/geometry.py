@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..errors import require
-from ..functional import check_ids, check_params, readout
+from ..functional import check_ids, check_limit, check_params, readout
 from ..model import wide
 
 
@@ -24,31 +24,30 @@ def neighbours(params, token: int, k: int = 10, vocab_limit: int | None = None) 
 def all_neighbours(params, k: int = 10, vocab_limit: int | None = None, tokens=None) -> tuple[np.ndarray, np.ndarray]:
     """`neighbours` of many tokens (default: every one): ids (N, k) and cosines (N, k)."""
     rows, E = params["embed"]["embedding"].shape[0], _table(params, vocab_limit)
-    E, V = E.astype(wide(E.dtype)), E.shape[0]
+    V = E.shape[0]
     tokens = np.arange(V) if tokens is None else np.asarray(check_ids(tokens, rows, "tokens"))
     require(k >= 1, f"k is {k}; it must be at least 1")
     require(V >= 2, "the table has one row; a token has no neighbours there")
     require(bool((tokens < V).all()), f"a token is beyond the vocabulary of {V}: its row has no text")
-    ids, cosines = jax.lax.map(lambda token: _nearest(E, token, min(k, V - 1)), jnp.asarray(tokens), batch_size=64)
+    norm_V = _norm(E)
+    unit_VxD = E.astype(norm_V.dtype) / jnp.maximum(norm_V, jnp.finfo(norm_V.dtype).tiny)[:, None]  # 0 for a zero row
+
+    def nearest(token):
+        cosines, ids = jax.lax.top_k((unit_VxD @ unit_VxD[token]).at[token].set(-jnp.inf), min(k, V - 1))
+        return ids, cosines
+
+    ids, cosines = jax.lax.map(nearest, jnp.asarray(tokens), batch_size=64)
     return np.asarray(ids), np.asarray(cosines)
 
 
 def _table(params, vocab_limit: int | None) -> jax.Array:
     """The rows of E that are tokens."""
     E = jnp.asarray(params["embed"]["embedding"])
-    limit = E.shape[0] if vocab_limit is None else vocab_limit
-    require(1 <= limit <= E.shape[0], f"vocab_limit is {limit}; it must be in [1, {E.shape[0]}]")
-    return E[:limit]
-
-
-def _nearest(E_VxD, token, k: int):
-    cosine_V = E_VxD @ E_VxD[token] / jnp.maximum(_norm(E_VxD) * _norm(E_VxD[token]), jnp.finfo(E_VxD.dtype).tiny)
-    cosines, ids = jax.lax.top_k(cosine_V.at[token].set(-jnp.inf), k)
-    return ids, cosines
+    return E[: check_limit(vocab_limit, E.shape[0])]
 
 
 def _norm(x):
-    return jnp.sqrt(jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) ** 2, axis=-1))
+    return jnp.sqrt(jnp.sum(x.astype(wide(x.dtype)) ** 2, axis=-1))
 
 
 class InterfaceConsistency(NamedTuple):

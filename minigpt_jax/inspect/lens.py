@@ -14,8 +14,18 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..errors import require
-from ..functional import check_context, check_ids, check_params, check_tokens, embed, forward, readout, trunk
-from .tables import Table, shown
+from ..functional import (
+    check_context,
+    check_ids,
+    check_limit,
+    check_params,
+    check_tokens,
+    embed,
+    forward,
+    readout,
+    trunk,
+)
+from .tables import WIDTH, Table, compact, shown
 
 NO_TARGET = -1
 
@@ -44,8 +54,19 @@ def apply_probes(probes, x_RxNxD):
         f"the probes have the shapes {shapes} and the lens has {R} points of width {D}; "
         "train them on this model, with the same `inside`",
     )
-    moved = [x + x @ A + b[None] for x, A, b in zip(x_RxNxD[:-1], probes["kernel"], probes["bias"], strict=True)]
-    return jnp.stack([*(x.astype(x_RxNxD.dtype) for x in moved), x_RxNxD[-1]])
+    x = x_RxNxD[:-1]
+    moved = x + jnp.einsum("rnd,rde->rne", x, probes["kernel"]) + probes["bias"][:, None]
+    return jnp.concatenate([moved.astype(x.dtype), x_RxNxD[-1:]])
+
+
+def log_probs(params, x_NxD, config: ModelConfig, limit: int) -> jax.Array:
+    """(N, limit): what the lens says of the next token, among the ids that are tokens."""
+    return jax.nn.log_softmax(readout(params, x_NxD, config)[:, :limit])
+
+
+def kl_bits(final_NxV, log_NxV) -> jax.Array:
+    """(N,): KL(final || row) of two log-probabilities, in bits."""
+    return jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1) / np.log(2)
 
 
 def logit_lens(
@@ -116,16 +137,16 @@ class LensTable(NamedTuple):
         note = "means over positions; KL(final || layer) and entropy in bits; rank 0 is the most likely token"
         return Table(records, note)
 
-    def _grid(self, texts, width: int = 100, widest: int = 8) -> str:
+    def _grid(self, texts, widest: int = 8) -> str:
         def cells(ids):
-            texts_T = ["" if i == NO_TARGET else shown(texts[i])[1:-1].replace(" ", "␣") for i in np.asarray(ids)]
+            texts_T = ["" if i == NO_TARGET else compact(texts[i]) for i in np.asarray(ids)]
             return [text if len(text) <= widest else text[: widest - 1] + "…" for text in texts_T]
 
         top1 = np.asarray(self.top_ids)[..., 0]
         rows = {"input": cells(self.tokens)} | {name: cells(top1[i]) for i, name in enumerate(self.points)}
         rows["target"] = cells(self.targets)
         label, cell = max(map(len, rows)), max(2, *(len(text) for row in rows.values() for text in row))
-        columns, lines = max(1, (width - label) // (cell + 1)), []
+        columns, lines = max(1, (WIDTH - label) // (cell + 1)), []
         for start in range(0, self.tokens.shape[-1], columns):
             for name, row in rows.items():
                 part = " ".join(f"{text:<{cell}}" for text in row[start : start + columns])
@@ -167,8 +188,7 @@ def lens_table(
     tokens = jnp.asarray(check_tokens(tokens, config))
     check_context(tokens.shape[-1], config)
     check_params(params, config)
-    limit = config.vocab_size if vocab_limit is None else vocab_limit
-    require(1 <= limit <= config.vocab_size, f"vocab_limit is {limit}; it must be in [1, {config.vocab_size}]")
+    limit = check_limit(vocab_limit, config.vocab_size)
     check_ids(tokens, limit, "tokens")
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     if targets is None:
@@ -191,23 +211,19 @@ def _lens_numbers(params, tokens, targets, probes, config, top_k, inside, limit)
     x_RxNxD = apply_probes(probes, rows.reshape(rows.shape[0], -1, config.d_model))
     tokens_N, targets_N = tokens.reshape(-1), targets.reshape(-1)
 
-    def log_probs(x_NxD):
-        return jax.nn.log_softmax(readout(params, x_NxD, config)[:, :limit])
-
     def rank(log_NxV, ids_N):
         ids = jnp.arange(limit)
         mine = jnp.take_along_axis(log_NxV, jnp.maximum(ids_N, 0)[:, None], axis=1)
         ahead = (log_NxV > mine) | ((log_NxV == mine) & (ids[None] < ids_N[:, None]))
         return jnp.where(ids_N == NO_TARGET, NO_TARGET, jnp.sum(ahead, axis=1))
 
-    final_NxV = log_probs(x_RxNxD[-1])
+    final_NxV = log_probs(params, x_RxNxD[-1], config, limit)
 
     def numbers(x_NxD):
-        log_NxV = log_probs(x_NxD)
+        log_NxV = log_probs(params, x_NxD, config, limit)
         top, ids = jax.lax.top_k(log_NxV, top_k)
-        entropy = -jnp.sum(jnp.exp(log_NxV) * log_NxV, axis=1)
-        kl = jnp.maximum(jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1), 0)  # rounding may go below
-        bits = np.log(2)
-        return ids, jnp.exp(top), entropy / bits, kl / bits, rank(log_NxV, targets_N), rank(log_NxV, tokens_N)
+        entropy = -jnp.sum(jnp.exp(log_NxV) * log_NxV, axis=1) / np.log(2)
+        kl = jnp.maximum(kl_bits(final_NxV, log_NxV), 0)  # rounding may go below
+        return ids, jnp.exp(top), entropy, kl, rank(log_NxV, targets_N), rank(log_NxV, tokens_N)
 
     return jax.tree.map(lambda a: a.reshape(a.shape[0], *tokens.shape, *a.shape[2:]), jax.lax.map(numbers, x_RxNxD))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import replacing, require
 from .lens import NO_TARGET, LensTable
+from .tables import compact
 
 LOOKUP, HEAD, SUM, FAINT = "#0072b2", "#d55e00", "#555555", "#9ecae1"  # apart for colour-blind eyes (Okabe and Ito)
 NORMS = {"l2": "L2", "l2_squared": "L2 squared", "l1": "L1"}
@@ -113,8 +114,7 @@ def plot_split(stats: dict, tokens: list[dict], path: str | Path) -> None:
 
 def plain(text: str) -> str:
     """Text for a picture: blanks and line ends visible, and nothing that a font has no glyph for."""
-    text = repr(text)[1:-1].replace(" ", "␣")
-    return "".join(c if ord(c) < 0x2E80 else "□" for c in text)
+    return "".join(c if ord(c) < 0x2E80 else "□" for c in compact(text))
 
 
 def plot_lens(table: LensTable, texts: list[str], path: str | Path) -> None:

@@ -15,6 +15,11 @@ def shown(text: str) -> str:
     return repr(text)
 
 
+def compact(text: str) -> str:
+    """The same for a narrow cell: no quotes, and a mark for blanks."""
+    return shown(text)[1:-1].replace(" ", "␣")
+
+
 def shortened(text: str, width: int) -> str:
     """At most `width` characters; the middle goes, since both ends of a path or token say more."""
     return text if len(text) <= width else text[: (width - 3) // 2] + "..." + text[len(text) - (width - 2) // 2 :]

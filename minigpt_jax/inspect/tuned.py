@@ -15,9 +15,9 @@ import safetensors.numpy
 
 from ..config import ModelConfig
 from ..errors import InputError, replacing, require
-from ..functional import check_params, readout
+from ..functional import check_limit, check_params
 from ..model import wide
-from .lens import apply_probes, lens_points, residual_stack
+from .lens import apply_probes, kl_bits, lens_points, log_probs, residual_stack
 
 
 class Progress(NamedTuple):
@@ -54,7 +54,8 @@ def train_probes(
     """
     check_params(params, config)
     require(steps >= 1, f"steps is {steps}; it must be at least 1")
-    return _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, vocab_limit)
+    limit = check_limit(vocab_limit, config.vocab_size)
+    return _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, limit)
 
 
 def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, limit) -> Iterator[Progress]:
@@ -66,13 +67,12 @@ def _updates(params, source, config, steps, batch_size, peak_lr, seed, inside, l
         weight_N = jnp.ones(tokens_BxT.size) if mask_BxT is None else mask_BxT.reshape(-1).astype(float)
         rows = residual_stack(params, tokens_BxT, config, inside=inside)
         x_RxNxD = rows.reshape(rows.shape[0], -1, config.d_model)
-        final_NxV = jax.nn.log_softmax(readout(params, x_RxNxD[-1], config)[:, :limit])
+        final_NxV = log_probs(params, x_RxNxD[-1], config, limit)
 
         @jax.checkpoint  # the logits of one layer at a time
         def kl(x_NxD):
-            log_NxV = jax.nn.log_softmax(readout(params, x_NxD, config)[:, :limit])
-            kl_N = jnp.sum(jnp.exp(final_NxV) * (final_NxV - log_NxV), axis=1)
-            return jnp.sum(weight_N * kl_N) / jnp.maximum(jnp.sum(weight_N), 1) / np.log(2)
+            kl_N = kl_bits(final_NxV, log_probs(params, x_NxD, config, limit))
+            return jnp.sum(weight_N * kl_N) / jnp.maximum(jnp.sum(weight_N), 1)
 
         kl_R = jax.lax.map(kl, apply_probes(probes, x_RxNxD)[:-1])
         return jnp.mean(kl_R), kl_R
