@@ -355,7 +355,9 @@ def test_a_run_can_be_moved(inside, copy):
 
 def on_terminal(place, *arguments, code=0) -> str:
     """What a terminal of 100 columns is sent, escape codes and all."""
-    pty, termios, fcntl = (pytest.importorskip(name) for name in ("pty", "termios", "fcntl"))
+    pty, termios, fcntl = (
+        pytest.importorskip(name, reason="this system has no pseudo-terminals") for name in ("pty", "termios", "fcntl")
+    )
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x1e\x00\x64\x00\x00\x00\x00\x00")  # 30 lines of 100
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)

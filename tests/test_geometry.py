@@ -12,22 +12,9 @@ import pytest
 import minigpt_jax as mg
 from minigpt_jax.inspect.geometry import all_neighbours
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=1, n_heads=1, d_ff=5, context_len=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def a_table(V=11, D=6, seed=0):

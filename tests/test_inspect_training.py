@@ -19,6 +19,8 @@ import minigpt_jax as mg
 from minigpt_jax import train as train_module
 from minigpt_jax.train import init_state, inspection_due, make_train_step, next_stop, train
 
+pytestmark = pytest.mark.usefixtures("one_loop_for_each_config")
+
 MODEL = mg.ModelConfig(vocab_size=64, d_model=8, n_layers=1, n_heads=2, d_ff=12, context_len=20)
 VERBS = mg.DataConfig(corpus="verbs_en", tokenizer="word")
 # Compiled calls end at 1, 2, 4, 5, 6, 8, 10, 11: the inspected steps 4 and 8 are the second of their calls.
@@ -39,20 +41,6 @@ CONFIGS = {
 
 
 tied_gradient = jax.jit(mg.tied_gradient, static_argnums=(2, 4))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
-
-    The loop's program is compiled once for each config, whichever test asks first.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "compile_steps", functools.cache(train_module.compile_steps))
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 # Its sizes.

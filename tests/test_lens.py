@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from models import float64, noisy_params
 
 import minigpt_jax as mg
 from minigpt_jax.functional import readout
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERNORM = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=2, n_heads=1, d_ff=5, context_len=8)
 CONFIGS = {
@@ -33,27 +36,9 @@ MASK = np.array([[False, True, True, True], [True, True, True, False], [True, Tr
 jitted_lens = jax.jit(mg.logit_lens, static_argnums=2, static_argnames="inside")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-def float64(config):
-    return dataclasses.replace(config, dtype="float64", param_dtype="float64")
-
-
-@functools.cache
 def params_of(config, seed=0):
     """Noise on every leaf, so that no scale is 1 and no bias 0; the norms' far from it, each column its own."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf + rng.normal(size=leaf.shape) * 0.5, leaf.dtype),
-        mg.init(config, jax.random.key(seed)),
-    )
+    return noisy_params(config, 0.5, 0.5, seed)
 
 
 def lens_by_numpy(params, tokens_BxT, config, points, mask=None):
@@ -87,12 +72,6 @@ def assert_numbers(table, expected, rtol):
             np.testing.assert_array_equal(getattr(table, name), value, err_msg=name)
         else:  # the last row's KL is 0 up to rounding
             np.testing.assert_allclose(getattr(table, name), value, rtol=rtol, atol=rtol, err_msg=name)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 # Rows of logits.

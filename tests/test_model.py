@@ -63,12 +63,6 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 loss_and_grads = quick_jit(jax.value_and_grad(mg.loss), static_argnums=2)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @functools.cache
 def random_params(config):
     """Params with the structure of `init` and random values, none of them 0 or 1; kernels keep the stream's size."""

@@ -18,6 +18,8 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from models import float64
+from models import noisy_params as params_of
 
 import minigpt_jax as mg
 from minigpt_jax.checkpoint import create_run, open_run
@@ -25,6 +27,8 @@ from minigpt_jax.data import CharTokenizer
 from minigpt_jax.functional import abstract_params
 from minigpt_jax.train import init_state
 from minigpt_jax.trees import leaf_paths
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=1, n_heads=1, d_ff=5, context_len=8)
 RUN = mg.Config(TINY, train=mg.TrainConfig(steps=10, warmup_steps=0, peak_lr=1e-2, batch_size=2))
@@ -35,29 +39,6 @@ loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
 tied_gradient = jax.jit(mg.tied_gradient, static_argnums=2, static_argnames=("accumulate", "chunk"))
 forward = jax.jit(mg.forward, static_argnums=2)
 unembed = jax.jit(mg.unembed, static_argnums=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-def float64(config):
-    return dataclasses.replace(config, dtype="float64", param_dtype="float64")
-
-
-@functools.cache
-def params_of(config):
-    """Fresh ones with noise on every leaf, so that no gradient is tiny or zero and no scale or bias is 1 or 0."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf + rng.normal(size=leaf.shape) * (0.4 if leaf.ndim == 2 else 0.1), leaf.dtype),
-        mg.init(config, jax.random.key(0)),
-    )
 
 
 def a_batch(shape=(2, 5), seed=0):
@@ -74,12 +55,6 @@ def state_after(steps):
     for i in range(steps):
         state, _ = step(state, a_batch(seed=i))
     return state
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def assert_tied(params, config):
@@ -539,7 +514,7 @@ def test_the_token_table_prints():
 
 def test_treescope_shows_params_gradients_and_the_split():
     """Without an adapter: every path is there to be copied, every shape to be read."""
-    treescope = pytest.importorskip("treescope")
+    treescope = pytest.importorskip("treescope", reason="treescope, of the extra `test`, is not installed")
     split = tied_gradient(params_of(TINY), a_batch(), TINY)
     for tree, prefix in ((params_of(TINY), ""), (split.grads, ""), (split, ".grads")):
         text = treescope.render_to_text(tree)

@@ -22,6 +22,8 @@ from minigpt_jax.checkpoint import create_run, open_run
 from minigpt_jax.data import Windows, entropy_floor
 from minigpt_jax.train import abstract_state, init_state, make_train_step, next_stop, train
 
+pytestmark = pytest.mark.usefixtures("one_loop_for_each_config")
+
 VERBS = mg.DataConfig(corpus="verbs_en", tokenizer="word")
 MODEL = mg.ModelConfig(vocab_size=64, d_model=8, n_layers=1, n_heads=2, d_ff=12, context_len=20)
 # Compiled calls end at 3, 4, 5, 6, 8, 9, 10: no period divides another.
@@ -33,20 +35,6 @@ LOOP = mg.TrainConfig(
 TINY = mg.ModelConfig(vocab_size=7, d_model=4, n_layers=1, n_heads=2, d_ff=6, context_len=8)
 
 loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
-
-    The loop's program is compiled once for each config, whichever test asks first.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "compile_steps", functools.cache(train_module.compile_steps))
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def tiny_config(accumulate=1, model=TINY, **options):
@@ -74,12 +62,6 @@ def a_batch(shape=(8, 6), seed=0, mask=None):
 def assert_equal(a, b):
     """Bit for bit, and the same structure."""
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 # The step.

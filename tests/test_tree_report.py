@@ -14,16 +14,9 @@ import minigpt_jax as mg
 from minigpt_jax.functional import abstract_params
 from minigpt_jax.inspect.tables import Table, shortened
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=1, n_heads=1, d_ff=5, context_len=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def records_of(tree, other=None):

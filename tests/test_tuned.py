@@ -10,9 +10,12 @@ import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
+from models import float64, noisy_params
 
 import minigpt_jax as mg
 from minigpt_jax.inspect.tuned import fingerprint
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=2, n_heads=1, d_ff=5, context_len=8)
 LAYERS = ("embed", "block_0/ffn", "block_1/ffn")
@@ -20,33 +23,9 @@ INSIDE = ("embed", "block_0/attention", "block_0/ffn", "block_1/attention", "blo
 TOKENS = np.random.default_rng(3).integers(0, 11, (3, 4)).astype(np.int32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def float64(config):
-    return dataclasses.replace(config, dtype="float64", param_dtype="float64")
-
-
-@functools.cache
 def params_of(config):
     """Noise on every leaf, so that no scale is 1 and no bias 0."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf + rng.normal(size=leaf.shape) * 0.5, leaf.dtype),
-        mg.init(config, jax.random.key(0)),
-    )
+    return noisy_params(config, 0.5, 0.5)
 
 
 def noisy_probes(config, inside=False):

@@ -12,9 +12,12 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from models import noisy_params
 
 import minigpt_jax as mg
 from minigpt_jax.functional import abstract_params
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = mg.ModelConfig(vocab_size=11, d_model=6, n_layers=1, n_heads=1, d_ff=5, context_len=8)
 FLOAT64 = dataclasses.replace(TINY, dtype="float64", param_dtype="float64")
@@ -25,28 +28,9 @@ forward = jax.jit(mg.forward, static_argnums=2)
 loss_and_grads = jax.jit(jax.value_and_grad(mg.loss), static_argnums=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def params_of(config=TINY):
-    """With noise on every leaf, so that no scale or bias is 1 or 0."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf + rng.normal(size=leaf.shape) * (0.4 if leaf.ndim == 2 else 0.1), leaf.dtype),
-        mg.init(config, jax.random.key(0)),
-    )
+    """A copy, since these tests write into trees and give arrays away."""
+    return jax.tree.map(jnp.copy, noisy_params(config))
 
 
 def a_batch(shape=(2, 5)):

@@ -18,6 +18,7 @@ function drawNeighbours({ ids, cosines, of }) {
     return [...equal, ...rest, ...last];
   }
 
+  /** Shows the matches, and gives the best one. */
   function list() {
     const all = found(search.value);
     const part = all.slice(0, MATCHES_SHOWN);
@@ -30,6 +31,7 @@ function drawNeighbours({ ids, cosines, of }) {
       button.dataset.id = id;
       return button;
     }));
+    return all[0];
   }
 
   function press() {
@@ -58,11 +60,12 @@ function drawNeighbours({ ids, cosines, of }) {
   }
 
   search.addEventListener("input", () => {
-    list();
-    if (search.value && found(search.value).length) choose(found(search.value)[0]);
+    const best = list();
+    if (search.value && best !== undefined) choose(best);
   });
   search.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && found(search.value).length) choose(found(search.value)[0]);
+    const best = event.key === "Enter" ? found(search.value)[0] : undefined;
+    if (best !== undefined) choose(best);
   });
   list();
   // A frequent letter or word is a better first example than a newline or an unused row.
