@@ -16,6 +16,8 @@ from minigpt_jax.decoding import filter_logits, generate, keep_top_k, keep_top_p
 from minigpt_jax.errors import InputError, InputTypeError
 from minigpt_jax.functional import abstract_params
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GREEDY = mg.Sampling(temperature=0)
 COURSE_CASE = np.log([0.50, 0.20, 0.15, 0.10, 0.05])
 

@@ -16,6 +16,8 @@ import pytest
 import minigpt_jax as mg
 from minigpt_jax.model import rope
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 COURSE = mg.ModelConfig()
 TINY = mg.ModelConfig(vocab_size=7, d_model=16, n_layers=1, n_heads=4, d_ff=12, context_len=8)
 
