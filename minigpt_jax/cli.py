@@ -88,11 +88,13 @@ class Sample:
     """Same seed, same text."""
     window: int | None = None
     """How far back attention looks; default: the training length. 0: no limit."""
+    slide: bool = False
+    """Where learned positions end, go on by reading the second half of the text anew."""
 
     def run(self) -> None:
         from .runs import sample_run
 
-        sample_run(self.run_dir, self.prompt, self.tokens, self.sampling, self.seed, self.window)
+        sample_run(self.run_dir, self.prompt, self.tokens, self.sampling, self.seed, self.window, self.slide)
 
 
 @dataclasses.dataclass(frozen=True)

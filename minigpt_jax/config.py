@@ -270,7 +270,7 @@ class TrainConfig(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(_Checked):
-    """How the next token is drawn from the logits. Applied in this order: temperature, top-k, top-p, draw."""
+    """How the next token is drawn. In this order: repetition penalty, temperature, top-k, top-p, min-p, draw."""
 
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most likely token."""
@@ -278,13 +278,20 @@ class Sampling(_Checked):
     """Keep the k most likely tokens; k >= V keeps all. Ties go to the lower id."""
     top_p: float | None = None
     """Keep the smallest set of most likely tokens with probability mass >= top_p; 1 keeps all."""
+    min_p: float | None = None
+    """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the text holds already are divided by it, or multiplied where negative; 1: no change."""
 
     def check(self) -> None:
         self._at_least(0, "temperature")
         self._at_least(1, "top_k")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 1, f"Sampling.{name} is {value}; it must be in [0, 1]")
         require(
-            self.top_p is None or 0 <= self.top_p <= 1,
-            f"Sampling.top_p is {self.top_p}; it must be in [0, 1]",
+            self.repetition_penalty > 0,
+            f"Sampling.repetition_penalty is {self.repetition_penalty}; it must be above 0",
         )
 
 

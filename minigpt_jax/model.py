@@ -32,16 +32,16 @@ def visible(query_positions_T: jax.Array, key_positions_S: jax.Array, window: in
     return causal_TxS if window is None else causal_TxS & (distance_TxS < window)
 
 
-def rope(x_BxTxHxK: jax.Array, positions_T: jax.Array, config: ModelConfig) -> jax.Array:
+def rope(x_BxTxHxK: jax.Array, positions: jax.Array, config: ModelConfig) -> jax.Array:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pair k turns by position * rope_base^(-2k/K).
 
-    Then <rope(q, m), rope(k, n)> depends on q, k and n - m alone.
+    Then <rope(q, m), rope(k, n)> depends on q, k and n - m alone. `positions` is (T,), or (B, T) where rows differ.
     """
     K = x_BxTxHxK.shape[-1]
     dtype = wide(x_BxTxHxK.dtype)
     frequency = np.power(config.rope_base, -np.arange(0, K, 2) / K)
-    angle_Txk = positions_T.astype(dtype)[:, None] * frequency.astype(dtype)[None, :]
-    cos, sin = jnp.cos(angle_Txk)[None, :, None, :], jnp.sin(angle_Txk)[None, :, None, :]
+    angle_BxTxk = jnp.atleast_2d(positions).astype(dtype)[:, :, None] * frequency.astype(dtype)[None, None, :]
+    cos, sin = jnp.cos(angle_BxTxk)[:, :, None, :], jnp.sin(angle_BxTxk)[:, :, None, :]
     x = x_BxTxHxK.astype(dtype)
     if config.rope_pairs == "interleaved":
         a, b = x[..., 0::2], x[..., 1::2]
@@ -50,6 +50,11 @@ def rope(x_BxTxHxK: jax.Array, positions_T: jax.Array, config: ModelConfig) -> j
         a, b = jnp.split(x, 2, axis=-1)
         rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
     return rotated.astype(x_BxTxHxK.dtype)
+
+
+def text_positions(slots_T: jax.Array, pad_B: jax.Array | None = None) -> jax.Array:
+    """Positions in the text of the places in an array: the same, or (B, T) behind each row's padding on the left."""
+    return slots_T if pad_B is None else jnp.maximum(slots_T[None, :] - pad_B[:, None], 0)
 
 
 def initial_std(path: str, shape: tuple[int, ...], config: ModelConfig) -> float:
@@ -104,24 +109,25 @@ class Attention(nn.Module):
         self.out = _projection(c, "out", c.d_model, c.attention_bias)
         self.drop = nn.Dropout(c.dropout)
 
-    def __call__(self, x_NxD, batch, positions_T, mask_BxT=None, cache=None, window=None):
+    def __call__(self, x_NxD, batch, slots_T, mask_BxT=None, cache=None, window=None, pad_B=None):
         c = self.config
         B, T = batch, x_NxD.shape[0] // batch
         q_BxTxHxK = self.query(x_NxD).reshape(B, T, c.n_heads, c.head_dim)
         k_BxSxGxK = self.key(x_NxD).reshape(B, T, c.kv_heads, c.head_dim)
         v_BxSxGxK = self.value(x_NxD).reshape(B, T, c.kv_heads, c.head_dim)
         if c.positions == "rope":
-            q_BxTxHxK = rope(q_BxTxHxK, positions_T, c)
-            k_BxSxGxK = rope(k_BxSxGxK, positions_T, c)
-        key_positions_S = positions_T
-        if cache is not None:  # keys are cached after rotation, each at its absolute position
-            start = (0, positions_T[0], 0, 0)
+            positions = text_positions(slots_T, pad_B)
+            q_BxTxHxK = rope(q_BxTxHxK, positions, c)
+            k_BxSxGxK = rope(k_BxSxGxK, positions, c)
+        key_slots_S = slots_T
+        if cache is not None:  # keys are cached after rotation, each in its own slot
+            start = (0, slots_T[0], 0, 0)
             k_BxSxGxK = jax.lax.dynamic_update_slice(cache["key"], k_BxSxGxK.astype(cache["key"].dtype), start)
             v_BxSxGxK = jax.lax.dynamic_update_slice(cache["value"], v_BxSxGxK.astype(cache["value"].dtype), start)
             cache = {"key": k_BxSxGxK, "value": v_BxSxGxK}
-            key_positions_S = jnp.arange(k_BxSxGxK.shape[1])
+            key_slots_S = jnp.arange(k_BxSxGxK.shape[1])
 
-        seen_TxS = visible(positions_T, key_positions_S, window)
+        seen_TxS = visible(slots_T, key_slots_S, window)
         blocks = [(0, T, k_BxSxGxK.shape[1])]  # (first query, last query, last key)
         if cache is None and T >= QUERY_BLOCKS_FROM:
             blocks = [(0, T // 2, T // 2), (T // 2, T, T)]
@@ -195,9 +201,10 @@ class Block(nn.Module):
         self.ffn = FeedForward(self.config)
         self.drop = nn.Dropout(self.config.dropout)
 
-    def __call__(self, x_NxD, batch, positions_T, mask_BxT=None, cache=None, window=None):
+    def __call__(self, x_NxD, batch, slots_T, mask_BxT=None, cache=None, window=None, pad_B=None):
         deterministic = not self.has_rng("dropout")
-        update_NxD, cache = self.attention(self.norm_attention(x_NxD), batch, positions_T, mask_BxT, cache, window)
+        h_NxD = self.norm_attention(x_NxD)
+        update_NxD, cache = self.attention(h_NxD, batch, slots_T, mask_BxT, cache, window, pad_B)
         z_NxD = x_NxD + self.drop(update_NxD, deterministic=deterministic)
         y_NxD = z_NxD + self.drop(self.ffn(self.norm_ffn(z_NxD)), deterministic=deterministic)
         return z_NxD, y_NxD, cache
@@ -209,10 +216,10 @@ class Positions(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, positions_T):
+    def __call__(self, positions):
         c = self.config
         table = self.param("table", _initializer("table", c), (c.context_len, c.d_model), jnp.dtype(c.param_dtype))
-        return jnp.take(table.astype(wide(table.dtype)), positions_T, axis=0)
+        return jnp.take(table.astype(wide(table.dtype)), positions, axis=0)
 
 
 class Head(nn.Module):
@@ -258,26 +265,29 @@ class MiniGPT(nn.Module):
         h_BxTxD, _, _ = self.trunk(self.lookup(tokens_BxT), mask_BxT)
         return self.unembed(h_BxTxD)
 
-    def lookup(self, tokens_BxT, offset=0):
-        """Rows of the table, plus the learned positions if any: the start of the residual stream."""
+    def lookup(self, tokens_BxT, offset=0, pad_B=None):
+        """Rows of the table, plus the learned positions if any: the start of the residual stream. See `trunk`."""
         chex.assert_rank(tokens_BxT, 2)
         chex.assert_type(tokens_BxT, int)
         # Flax gives NaN for an id past the table, and would wrap a negative one around.
         ids_BxT = tokens_BxT.astype(jnp.int32)
         x_BxTxD = self.embed(jnp.where(ids_BxT < 0, self.config.vocab_size, ids_BxT))
         if self.config.positions == "learned":
-            x_BxTxD = x_BxTxD + self.positions(offset + jnp.arange(tokens_BxT.shape[1]))[None]
+            slots_T = offset + jnp.arange(tokens_BxT.shape[1])
+            vectors = self.positions(text_positions(slots_T, pad_B))
+            x_BxTxD = x_BxTxD + (vectors[None] if pad_B is None else vectors)
         return x_BxTxD.astype(self.config.dtype)
 
-    def trunk(self, x_BxTxD, mask_BxT=None, cache=None, offset=0, window=None):
+    def trunk(self, x_BxTxD, mask_BxT=None, cache=None, offset=0, window=None, pad_B=None):
         """The blocks and the final norm. Returns h_BxTxD, the residual stream by name, and the new cache if any.
 
         Residuals: "embed" (what enters), "block_i/attention" and "block_i/ffn" (the stream after each addition).
-        `offset` is the position of the first token; `window` limits how far back attention looks.
+        `offset` is the first token's slot, in the cache if there is one. `pad_B` says how many slots on the left hold
+        no text, which moves the positions (the mask hides them). `window` limits how far back attention looks.
         """
         chex.assert_shape(x_BxTxD, (None, None, self.config.d_model))
         B, T, D = x_BxTxD.shape
-        positions_T = offset + jnp.arange(T)
+        slots_T = offset + jnp.arange(T)
         x_NxD = x_BxTxD.reshape(B * T, D)  # every dense layer runs on two axes: its gradient is much faster so
         x_NxD = self.drop(x_NxD, deterministic=not self.has_rng("dropout"))
         residuals = {"embed": x_NxD}
@@ -285,7 +295,7 @@ class MiniGPT(nn.Module):
         for i, block in enumerate(self.block):
             name = f"block_{i}"
             z_NxD, x_NxD, layer_cache = block(
-                x_NxD, B, positions_T, mask_BxT, None if cache is None else cache[name], window
+                x_NxD, B, slots_T, mask_BxT, None if cache is None else cache[name], window, pad_B
             )
             residuals |= {f"{name}/attention": z_NxD, f"{name}/ffn": x_NxD}
             new_cache[name] = layer_cache

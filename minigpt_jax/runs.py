@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .checkpoint import Run, create_run, open_run
 from .config import Config, Sampling
-from .data import Dataset, Windows, cache_dir, load_dataset, ngram_cross_entropy, read_text
-from .decoding import generate
+from .data import Dataset, StreamDecoder, Windows, cache_dir, load_dataset, ngram_cross_entropy, read_text
+from .decoding import stream
 from .errors import InputError, require
 from .inspect import param_table
 from .inspect.pictures import plot_loss, plot_tied
@@ -270,22 +270,31 @@ def prompt_ids(tokenizer, prompt: str) -> list[int]:
     return ids
 
 
-def write_text(
-    params, tokenizer, config: Config, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window=None
-) -> str:
-    """Prompt and continuation as text. `window` None is the training length where positions allow one."""
+def text_pieces(
+    params,
+    tokenizer,
+    config: Config,
+    prompt: str | None,
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    window: int | None = None,
+    slide: bool = False,
+) -> Iterator[str]:
+    """Prompt and continuation as pieces of text, none of which ends within a character. `window` None is the training
+    length where positions allow one."""
     if prompt is None and tokenizer.bos_id is None:
         prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
     ids = prompt_ids(tokenizer, prompt or "")
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
-    if config.model.positions == "learned":
+    if config.model.positions == "learned" and not slide:
         room = max(0, config.model.context_len - len(ids))
         if tokens > room > 0:
-            why = f"learned positions end at context_len {config.model.context_len}"
+            why = f"learned positions end at context_len {config.model.context_len}; --slide goes on"
             print(f"note: {room} tokens, not {tokens}: {why}", file=sys.stderr)
         tokens = min(tokens, room)
-    new = generate(
+    pieces = stream(
         params,
         np.array(ids, np.int32),
         config.model,
@@ -295,16 +304,26 @@ def write_text(
         window=window or None,
         vocab_limit=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
-    ).tolist()
-    special = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
-    return tokenizer.decode([i for i in ids + new if i not in special])
+        slide=slide,
+    )
+    decoder, special = StreamDecoder(tokenizer), (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+    for new in (ids, *(piece.ids.tolist() for piece in pieces)):
+        yield "".join(decoder.push(i) for i in new if i not in special)
+    yield decoder.flush()
+
+
+def write_text(*arguments) -> str:
+    """`text_pieces` in one."""
+    return "".join(text_pieces(*arguments))
 
 
 def sample_run(
-    run_dir: Path, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window: int | None
+    run_dir: Path, prompt: str | None, tokens: int, sampling: Sampling, seed: int, window: int | None, slide: bool
 ) -> None:
-    """Print prompt and continuation."""
+    """Print prompt and continuation, as they are drawn."""
     require(0 <= seed < 2**32, f"--seed is {seed}; it must be in [0, {2**32})")
     run = open_run(run_dir)
     params, _ = run.load_params()
-    print(write_text(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window))
+    for text in text_pieces(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window, slide):
+        print(text, end="", flush=True)
+    print()

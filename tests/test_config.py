@@ -111,7 +111,7 @@ def test_every_field_is_covered_here():
                 ModelConfig: {"n_kv_heads", "d_ff"},
                 DataConfig: {"path"},
                 TrainConfig: {"clip_norm"},
-                Sampling: {"top_k", "top_p"},
+                Sampling: {"top_k", "top_p", "min_p"},
             }[cls]
         )
 
@@ -169,6 +169,8 @@ LIMITS = [
     (Sampling, "temperature", [0, 1e-8, 100], [-1e-8, -1]),
     (Sampling, "top_k", [None, 1, 10**6], [0, -1]),
     (Sampling, "top_p", [None, 0, 1e-9, 1], [-1e-9, 1.0001, -1, 2]),
+    (Sampling, "min_p", [None, 0, 1e-9, 1], [-1e-9, 1.0001, -1, 2]),
+    (Sampling, "repetition_penalty", [1e-3, 1, 2], [0, -1]),
 ]
 
 
