@@ -17,7 +17,8 @@ _HOMES = {
     "tying": "assert_tied clip_head_gradient retie scale_lookup_gradient tie_gradients untie untied",
     "optimizer": "decay_mask learning_rate make_optimizer",
     "train": "TrainState evaluate init_state make_train_step",
-    "decoding": "filter_logits generate stream",
+    "sampling": "filter_logits",
+    "decoding": "generate stream",
     "inspect": "LensTable TiedGradient init_probes interface_consistency lens_points lens_table load_probes logit_lens "
     "neighbours norms_by_frequency param_table save_probes tied_gradient tied_stats token_table train_probes "
     "tree_report",

@@ -1,4 +1,4 @@
-"""Text generation: filters as pure functions of the logits, and a cached decode compiled once for many lengths."""
+"""Text generation: a prefill and a cached decode, compiled once for many lengths and all values of the filters."""
 
 import functools
 from collections.abc import Iterator
@@ -9,112 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import ModelConfig, Sampling
-from .errors import require
-from .functional import check_context, check_ids, check_params
+from .errors import InputError, InputTypeError, require
+from .functional import check_ids, check_params
 from .model import MiniGPT, wide
+from .sampling import Filters, apply_filters, filters_of
 
-
-def _by_row(parameter, logits: jax.Array) -> jax.Array:
-    """A parameter for all rows, or one for each, as it stands beside (..., V)."""
-    parameter = jnp.asarray(parameter)
-    return parameter if parameter.ndim == 0 else parameter[..., None]
-
-
-def _keep_first(logits: jax.Array, descending: jax.Array, n: jax.Array) -> jax.Array:
-    """-inf for all but the n largest, n (..., 1), given the logits in descending order. Of equal ones the lower ids
-    stay. Values alone are sorted, which is much cheaper than an argsort of a large vocabulary."""
-    last = jnp.take_along_axis(descending, jnp.clip(n - 1, 0, logits.shape[-1] - 1), axis=-1)
-    above, equal = logits > last, logits == last
-    room = n - jnp.sum(above, axis=-1, keepdims=True)
-    return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), logits, -jnp.inf)
-
-
-def keep_top_k(logits: jax.Array, k) -> jax.Array:
-    """-inf for all but the k largest logits, (..., V) -> (..., V). Exactly min(k, V) stay; ties go to the lower id.
-
-    `k` is a number, or (...) with one for each row.
-    """
-    k = jnp.broadcast_to(_by_row(k, logits), (*logits.shape[:-1], 1))
-    return _keep_first(logits, -jnp.sort(-logits, axis=-1), jnp.minimum(k, logits.shape[-1]))
-
-
-def keep_top_p(logits: jax.Array, p) -> jax.Array:
-    """-inf outside the nucleus: the smallest set of most likely tokens whose probability is >= p.
-
-    Holtzman et al. 2020, arXiv:1904.09751. The most likely token always stays; p = 1 keeps all. Ties as in top-k.
-    `p` is a number, or (...) with one for each row.
-    """
-    p, descending = _by_row(p, logits), -jnp.sort(-logits, axis=-1)
-    probs = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # mass of the more likely tokens
-    n = jnp.sum((before < p) | (before == 0) | (p >= 1), axis=-1, keepdims=True)
-    return _keep_first(logits, descending, n)
-
-
-def keep_min_p(logits: jax.Array, p) -> jax.Array:
-    """-inf for tokens less likely than p times the most likely one (Nguyen et al. 2024, arXiv:2407.01082).
-
-    0 keeps all; 1 keeps the most likely, and its equals. `p` is a number, or (...) with one for each row.
-    """
-    p = _by_row(p, logits)
-    return jnp.where(logits - jnp.max(logits, axis=-1, keepdims=True) >= jnp.log(p), logits, -jnp.inf)
-
-
-def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty) -> jax.Array:
-    """Logits of tokens that the text holds already, `seen` (..., V) bool, divided by the penalty where positive and
-    multiplied where negative (Keskar et al. 2019, arXiv:1909.05858). 1 changes nothing; a number, or one for each row.
-    """
-    penalty = _by_row(penalty, logits)
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-class _Filters(NamedTuple):
-    """The values of a `Sampling`, traced, so that another value compiles nothing; None: that filter is left out."""
-
-    temperature: jax.Array | None
-    """None: greedy."""
-    top_k: jax.Array | None
-    top_p: jax.Array | None
-    min_p: jax.Array | None
-    repetition_penalty: jax.Array | None
-
-
-def _filters(sampling: Sampling, vocab_size: int) -> _Filters:
-    s, tiny = sampling, float(np.finfo(np.float32).tiny)
-    return _Filters(
-        # By no less than float32's smallest number: a tiny temperature then makes -inf of the losers, never NaN.
-        None if s.temperature == 0 else float(max(s.temperature, tiny)),
-        None if s.top_k is None or s.top_k >= vocab_size else np.int32(s.top_k),
-        None if s.top_p is None or s.top_p >= 1 else float(s.top_p),
-        None if s.min_p is None or s.min_p == 0 else float(s.min_p),
-        None if s.repetition_penalty == 1 else float(s.repetition_penalty),
-    )
-
-
-def filter_logits(logits: jax.Array, sampling: Sampling, seen: jax.Array | None = None) -> jax.Array:
-    """Logits to draw from, (..., V) float32: the repetition penalty on those of `seen` tokens (..., V), then divided by
-    the temperature, then top-k, then top-p, then min-p.
-
-    Temperature 0 leaves only the most likely token, the lowest id among equals.
-    """
-    return _filter(logits, _filters(sampling, logits.shape[-1]), seen)
-
-
-def _filter(logits: jax.Array, filters: _Filters, seen: jax.Array | None) -> jax.Array:
-    logits = logits.astype(wide(logits.dtype))
-    if filters.repetition_penalty is not None and seen is not None:
-        logits = penalize_repetition(logits, seen, filters.repetition_penalty)
-    if filters.temperature is None:
-        best = jnp.argmax(logits, axis=-1, keepdims=True)
-        ids = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
-        return jnp.where(ids == best, logits, -jnp.inf)
-    # Shifted first, so that a tiny temperature never makes inf or NaN of the winner.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / filters.temperature
-    if filters.top_k is not None:
-        logits = keep_top_k(logits, filters.top_k)
-    if filters.top_p is not None:
-        logits = keep_top_p(logits, filters.top_p)
-    return logits if filters.min_p is None else keep_min_p(logits, filters.min_p)
+# Positions are int32, and the cache's size is the next power of two.
+MOST_SLOTS = 2**30
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int) -> dict:
@@ -138,7 +39,7 @@ class _Fixed(NamedTuple):
     window: jax.Array
     vocab_limit: jax.Array
     stop_token: jax.Array
-    filters: _Filters
+    filters: Filters
 
 
 class _Text(NamedTuple):
@@ -171,7 +72,7 @@ def _append(text: _Text, logits_BxV, fixed: _Fixed) -> _Text:
     """Draw each row's next token, or repeat the stop token where a row has ended."""
     real = jnp.arange(logits_BxV.shape[-1]) < fixed.vocab_limit  # rows of the table beyond it stand for no token
     logits_BxV = jnp.where(real[None], logits_BxV, -jnp.inf)
-    to_draw = _filter(logits_BxV, fixed.filters, text.seen_BxV)
+    to_draw = apply_filters(logits_BxV, fixed.filters, text.seen_BxV)
     drawn_B = jax.random.categorical(jax.random.fold_in(fixed.key, text.end), to_draw)
     new_B = jnp.where(text.stopped_B, fixed.stop_token, drawn_B).astype(text.ids_BxS.dtype)
     logprob_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BxV), drawn_B[:, None], axis=-1)[:, 0]
@@ -229,27 +130,38 @@ class Generated(NamedTuple):
     """Log-probability of each by the model itself, in nats, before penalty, temperature and filters; 0 after a stop."""
 
 
-def _padded(prompt, config: ModelConfig) -> tuple[np.ndarray, np.ndarray | None, bool]:
-    """Prompts (B, T) with the shorter ones padded on the left, by how much (None: nowhere), and whether there was one
-    prompt alone."""
-    ragged = isinstance(prompt, (list, tuple)) and len({np.shape(row) for row in prompt}) > 1
-    if not ragged:
+def _padded(prompt, config: ModelConfig) -> tuple[np.ndarray, np.ndarray | None]:
+    """Prompts (B, T) with the shorter ones padded on the left, and by how much; None where all are equally long."""
+    try:
+        shapes = [np.shape(row) for row in prompt] if isinstance(prompt, (list, tuple)) else []
+    except ValueError:
+        raise InputError("a prompt holds rows of different lengths; give ids, or a list of prompts (T,)") from None
+    if len(set(shapes)) < 2:
+        wrong = f"prompt of shape {np.shape(prompt)}; give (T,) or (B, T), at least one token, or a list of prompts"
+        require(0 not in np.shape(prompt), wrong)
         prompt = check_ids(prompt, config.vocab_size, "prompt")
-        require(
-            prompt.ndim in (1, 2) and 0 not in prompt.shape,
-            f"prompt of shape {prompt.shape}; give (T,) or (B, T) with at least one token, or a list of prompts",
-        )
-        return np.atleast_2d(np.asarray(prompt, np.int32)), None, prompt.ndim == 1
-    for i, shape in enumerate(map(np.shape, prompt)):
+        require(prompt.ndim in (1, 2), wrong)
+        return np.atleast_2d(np.asarray(prompt, np.int32)), None
+    for i, shape in enumerate(shapes):
         require(len(shape) == 1 and shape[0] > 0, f"prompt[{i}] has shape {shape}; give (T,), at least one token")
     rows = [np.asarray(check_ids(row, config.vocab_size, f"prompt[{i}]")) for i, row in enumerate(prompt)]
-    length = max(map(len, rows))
-    pad_B = np.array([length - len(row) for row in rows], np.int32)
-    return (
-        np.stack([np.pad(row, (pad, 0)) for row, pad in zip(rows, pad_B, strict=True)]).astype(np.int32),
-        pad_B,
-        False,
-    )
+    pad_B = max(map(len, rows)) - np.array([len(row) for row in rows], np.int32)
+    return np.stack([np.pad(row.astype(np.int32), (pad, 0)) for row, pad in zip(rows, pad_B, strict=True)]), pad_B
+
+
+def _check_count(name: str, value, low: int, high: int = MOST_SLOTS) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise InputTypeError(f"{name} is {value!r}; give a whole number, at least {low}")
+    require(low <= value <= high, f"{name} is {value}; it must be in [{low}, {high}]")
+
+
+def _check_key(key) -> None:
+    try:
+        shape = jax.eval_shape(lambda: jax.random.fold_in(key, 0)).shape
+    except (TypeError, ValueError):
+        shape = None
+    if shape is None:
+        raise InputTypeError(f"key is {key!r}; give one random key, such as jax.random.key(0)".replace("\n", " "))
 
 
 def stream(
@@ -268,53 +180,65 @@ def stream(
 ) -> Iterator[Generated]:
     """As `generate`, in pieces of at most `piece` tokens as soon as they are drawn; the first is one token. The tokens
     do not depend on `piece`. Arguments are checked before the first piece is asked for."""
-    prompt_BxT, pad_B, single = _padded(prompt, config)
-    for name, value, low in (
-        ("max_new_tokens", max_new_tokens, 0),
-        ("window", window, 1),
-        ("vocab_limit", vocab_limit, 1),
-        ("stop_token", stop_token, 0),
-        ("piece", piece, 1),
-    ):
-        whole = isinstance(value, (int, np.integer)) or (value is None and name not in ("max_new_tokens", "piece"))
-        require(whole and (value is None or value >= low), f"{name} is {value}; give a whole number, at least {low}")
+    if not isinstance(config, ModelConfig):
+        raise InputTypeError(f"config is a {type(config).__name__}; give a ModelConfig")
+    prompt_BxT, pad_B = _padded(prompt, config)
+    _check_count("max_new_tokens", max_new_tokens, 0)
+    _check_count("piece", piece, 1)
+    if window is not None:
+        _check_count("window", window, 1, 2**63)
+    if vocab_limit is not None:
+        _check_count("vocab_limit", vocab_limit, 1, config.vocab_size)
+    if stop_token is not None:
+        _check_count("stop_token", stop_token, 0, config.vocab_size - 1)
+    _check_key(key)
+    filters = filters_of(sampling, config.vocab_size)
     slide = slide and config.positions == "learned"
-    if not slide:
-        check_context(prompt_BxT.shape[1] + max_new_tokens, config)
+    total, wall = prompt_BxT.shape[1] + max_new_tokens, config.context_len
+    require(not slide or wall > 1, "context_len is 1, which leaves no room to slide in")
+    require(
+        slide or config.positions != "learned" or total <= wall,
+        f"{total} positions are asked for and context_len is {wall}; learned positions end there: ask for less, or let "
+        "the text slide (RoPE has no such wall)",
+    )
+    require(total <= MOST_SLOTS, f"{total} positions are asked for; at most {MOST_SLOTS} are possible")
     check_params(params, config)
     fixed = _Fixed(
         pad_B,
         key,
-        np.int32(2**31 - 1 if window is None else window),
+        np.int32(MOST_SLOTS if window is None else min(window, MOST_SLOTS)),
         np.int32(config.vocab_size if vocab_limit is None else vocab_limit),
         np.int32(-1 if stop_token is None else stop_token),
-        _filters(sampling, config.vocab_size),
+        filters,
     )
+    axes = _axes(prompt)
     pieces = _laps(params, prompt_BxT, config, fixed, int(max_new_tokens), slide, piece)
-    return (Generated(*(x[0] for x in new)) for new in pieces) if single else pieces
+    return (Generated(*(x.reshape(*axes, -1) for x in new)) for new in pieces)
+
+
+def _axes(prompt) -> tuple[int, ...]:
+    """(B,), or () for one prompt alone."""
+    return np.shape(prompt)[:-1] if hasattr(prompt, "shape") else (len(prompt),) * np.ndim(prompt[0])
 
 
 def _laps(params, text_BxT, config, fixed: _Fixed, n: int, slide: bool, piece: int) -> Iterator[Generated]:
-    """Write n tokens. Where positions end at context_len and the text slides, each time it is full the second half of
-    it is read anew from position 0."""
-    stopped_B, lap, key = np.zeros(len(text_BxT), bool), 0, fixed.key
+    """Write n tokens. Where the text slides, each time it fills context_len its second half is read anew from position
+    0; a prompt that fills it begins so."""
+    stopped_B, key, lap = np.zeros(len(text_BxT), bool), fixed.key, 0
     while n > 0 and not stopped_B.all():
-        length = text_BxT.shape[1]
-        if slide and length >= config.context_len:
-            keep = config.context_len - 1 if lap == 0 else max(1, config.context_len // 2)
+        length, room = text_BxT.shape[1], n
+        if slide:
+            keep = length if length < config.context_len else config.context_len // 2
             if fixed.pad_B is not None:
                 fixed = fixed._replace(pad_B=np.maximum(fixed.pad_B - (length - keep), 0))
-            text_BxT = text_BxT[:, -keep:]
-            continue
-        room = min(n, config.context_len - length) if slide else n
-        before_B = stopped_B
-        for new, stopped_B in _lap(params, text_BxT, before_B, config, fixed, room, piece):  # noqa: B007
-            text_BxT = np.concatenate([text_BxT, new.ids], axis=1)
+            text_BxT, room = text_BxT[:, -keep:], min(n, config.context_len - keep)
+        if lap > 0:
+            fixed = fixed._replace(key=jax.random.fold_in(key, 2**31 + lap))  # no slot has such a number
+        for new, stopped in _lap(params, text_BxT, stopped_B, config, fixed, room, piece):
+            text_BxT, stopped_B = np.concatenate([text_BxT, new.ids], axis=1), stopped
             n -= new.ids.shape[1]
             yield new
         lap += 1
-        if n > 0:
-            fixed = fixed._replace(key=jax.random.fold_in(key, 2**31 + lap))
 
 
 def _lap(params, prompt_BxT, stopped_B, config, fixed: _Fixed, n: int, piece: int):
@@ -329,13 +253,16 @@ def _lap(params, prompt_BxT, stopped_B, config, fixed: _Fixed, n: int, piece: in
     text = _prefill(params, padded, np.int32(length), stopped_B, fixed, config=config, size=size)
     given = length
     while True:
-        ids, logprobs, end, stopped_B = jax.device_get((text.ids_BxS, text.logprobs_BxS, text.end, text.stopped_B))
-        yield Generated(ids[:, given:end], logprobs[:, given:end]), stopped_B
-        given = int(end)
+        end, stopped_B = int(text.end), np.array(text.stopped_B)
+        # Copied: a view of the text's arrays would keep them from being donated, and alive as long as the piece.
+        whole = jax.device_get((text.ids_BxS, text.logprobs_BxS))
+        new = Generated(*(x[:, given:end].copy() for x in whole))
+        del whole
+        yield new, stopped_B
+        given = end
         if given >= total or stopped_B.all():
             return
-        until = np.int32(min(total, given + piece))
-        text = _decode(params, text, until, fixed, config=config)
+        text = _decode(params, text, np.int32(min(total, given + piece)), fixed, config=config)
 
 
 def generate(
@@ -357,15 +284,20 @@ def generate(
 
     `window` lets attention look back at most so many positions, which keeps RoPE at distances it was trained on.
     `vocab_limit`: ids from it on are never drawn (rows of the table without a token). `stop_token` ends a row; a batch
-    ends when all rows have, and shorter rows are filled up with it. Same key, same ids. Learned positions end at
-    context_len: asking for more is an `InputError`, unless `slide` lets the text go on by reading its second half anew
-    each time it is full. `return_logprobs` gives `Generated`.
+    ends when all rows have, and shorter rows are filled up with it. Same key, same ids. `return_logprobs` gives
+    `Generated`.
+
+    Learned positions end at context_len: asking for more is an `InputError`, unless `slide`. Then, each time the text
+    has context_len tokens, its second half (context_len // 2) is read anew from position 0 and all before is
+    forgotten, by the repetition penalty too. Rows of different lengths slide together, when the longest is full.
+
+    Programs are compiled for each bucket of prompt lengths and of prompt and new tokens together (powers of two, 16 at
+    least), for each number of rows, and for which of the filters are on; not for their values.
     """
     options = {"sampling": sampling, "window": window, "vocab_limit": vocab_limit, "stop_token": stop_token}
     piece = max(1, max_new_tokens) if isinstance(max_new_tokens, (int, np.integer)) else 1
     pieces = stream(params, prompt, config, key=key, max_new_tokens=max_new_tokens, slide=slide, piece=piece, **options)
-    single = np.ndim(prompt[0]) == 0
-    none = np.zeros((0,) if single else (len(prompt), 0), np.int32)
-    new = [Generated(none, none.astype(np.float32)), *pieces]
+    none = np.zeros((*_axes(prompt), 0), np.int32)
+    new = [Generated(none, none.astype(wide(config.dtype))), *pieces]
     joined = Generated(*(np.concatenate(x, axis=-1) for x in zip(*new, strict=True)))
     return joined if return_logprobs else joined.ids

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -194,7 +195,8 @@ def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
         console.print(f"  {line}")
 
     def sample(params, step):
-        return write_text(params, dataset.tokenizer, config, None, 200, Sampling(temperature=0.8, top_p=0.95), step)
+        sampling, slide = Sampling(temperature=0.8, top_p=0.95), config.model.context_len > 1
+        return write_text(params, dataset.tokenizer, config, None, 200, sampling, step, slide=slide)
 
     save = functools.partial(run.save, data_sha256=dataset.text_sha256)
     began, last = time.perf_counter(), {}
@@ -288,12 +290,11 @@ def text_pieces(
     ids = prompt_ids(tokenizer, prompt or "")
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
-    if config.model.positions == "learned" and not slide:
-        room = max(0, config.model.context_len - len(ids))
-        if tokens > room > 0:
-            why = f"learned positions end at context_len {config.model.context_len}; --slide goes on"
-            print(f"note: {room} tokens, not {tokens}: {why}", file=sys.stderr)
-        tokens = min(tokens, room)
+    room = config.model.context_len - len(ids)
+    if config.model.positions == "learned" and not slide and tokens > room >= 0:  # below 0 is refused
+        why = f"learned positions end at context_len {config.model.context_len}; --slide goes on"
+        print(f"note: {room} tokens, not {tokens}: {why}", file=sys.stderr)
+        tokens = room
     pieces = stream(
         params,
         np.array(ids, np.int32),
@@ -307,14 +308,14 @@ def text_pieces(
         slide=slide,
     )
     decoder, special = StreamDecoder(tokenizer), (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
-    for new in (ids, *(piece.ids.tolist() for piece in pieces)):
+    for new in itertools.chain([ids], (piece.ids.tolist() for piece in pieces)):
         yield "".join(decoder.push(i) for i in new if i not in special)
     yield decoder.flush()
 
 
-def write_text(*arguments) -> str:
+def write_text(*arguments, **options) -> str:
     """`text_pieces` in one."""
-    return "".join(text_pieces(*arguments))
+    return "".join(text_pieces(*arguments, **options))
 
 
 def sample_run(
@@ -324,6 +325,10 @@ def sample_run(
     require(0 <= seed < 2**32, f"--seed is {seed}; it must be in [0, {2**32})")
     run = open_run(run_dir)
     params, _ = run.load_params()
-    for text in text_pieces(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window, slide):
-        print(text, end="", flush=True)
+    try:
+        for text in text_pieces(params, run.tokenizer, run.config, prompt, tokens, sampling, seed, window, slide):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        raise
     print()
