@@ -81,8 +81,8 @@ def _append(text: _Text, logits_BxV, fixed: _Fixed) -> _Text:
     if seen_BxV is not None:
         seen_BxV = seen_BxV.at[jnp.arange(new_B.size), new_B].set(True)
     return _Text(
-        jax.lax.dynamic_update_slice(text.ids_BxS, new_B[:, None], (0, text.end)),
-        jax.lax.dynamic_update_slice(text.logprobs_BxS, logprob_B[:, None], (0, text.end)),
+        jax.lax.dynamic_update_slice_in_dim(text.ids_BxS, new_B[:, None], text.end, axis=1),
+        jax.lax.dynamic_update_slice_in_dim(text.logprobs_BxS, logprob_B[:, None], text.end, axis=1),
         text.end + 1,
         text.stopped_B | (new_B == fixed.stop_token),
         seen_BxV,

@@ -1,13 +1,15 @@
-"""Filters as pure functions of the logits, and cached generation against whole forwards and a NumPy model."""
+"""Cached generation against whole forwards, plain loops and a NumPy model; what it compiles, donates and refuses."""
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from models import float64, noisy_params
 
 import minigpt_jax as mg
 from minigpt_jax import decoding
@@ -48,35 +50,6 @@ def check_greedy(new, logits_BxTxV, length):
     assert clear.mean() > 0.98
     np.testing.assert_array_equal(new[clear], picked.argmax(axis=-1)[clear])
     assert min(len(set(row)) for row in new.tolist()) > 2  # a text of one token would show little
-
-
-KINDS = {
-    "rope": {},
-    "rope_half": {"rope_pairs": "half"},
-    "learned": {"positions": "learned", "context_len": 80},
-    "none": {"positions": "none"},
-    "two_kv_heads": {"n_kv_heads": 2, "attention_bias": True, "ffn": "gelu_tanh"},
-    "like_llama": {
-        "n_layers": 2,
-        "n_kv_heads": 1,
-        "norm": "rmsnorm",
-        "ffn": "swiglu",
-        "ffn_bias": False,
-        "tied": False,
-    },
-}
-
-
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_cached_generation_is_that_of_whole_forwards(options):
-    """Length 80 in a batch of two: with RoPE far beyond context_len, and past where an off-by-one position shows."""
-    config = dataclasses.replace(BASE, **options)
-    params = random_params(config)
-    prompt = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
-    new = generate(params, prompt, config, key=jax.random.key(0), max_new_tokens=75, sampling=GREEDY)
-    assert new.shape == (2, 75) and new.dtype == np.int32
-    whole = np.concatenate([prompt, new], axis=1)
-    check_greedy(new, np.asarray(mg.forward(params, whole, config)), 5)
 
 
 @pytest.mark.parametrize("length", [1, 5, 15, 16, 17])
@@ -121,6 +94,326 @@ def test_batch_rows_are_those_of_single_prompts():
         np.testing.assert_array_equal(generate(params, prompt, BASE, **options), row)
 
 
+# Greedy over 512 tokens, for every kind of position and norm, from prompts in three buckets.
+
+NEW = 512
+LENGTHS = (8, 80, 300)
+LONG = mg.ModelConfig(vocab_size=257, d_model=32, n_layers=2, n_heads=4, d_ff=64, context_len=16)
+LONG_KINDS = {
+    "rope": {},
+    "rope_half": {"rope_pairs": "half"},
+    "learned": {"positions": "learned", "context_len": max(LENGTHS) + NEW},
+    "none": {"positions": "none"},
+}
+LONG_KINDS |= {f"{name}_rmsnorm": options | {"norm": "rmsnorm"} for name, options in LONG_KINDS.items()}
+LONG_KINDS |= {
+    "two_kv_heads": {"n_kv_heads": 2, "attention_bias": True},
+    "one_kv_head": {"n_kv_heads": 1, "norm": "rmsnorm", "ffn": "swiglu", "ffn_bias": False, "tied": False},
+}
+
+
+def wide_params(config):
+    """Kernels wide enough for a text of many tokens, and a table whose rows are all as long, short enough for logits
+    that float32 holds to 1e-6."""
+    params = noisy_params(config, 0.2, seed=1)
+    tables = {"embed": "embedding"} | ({} if config.tied else {"head": "embedding_out"})
+    for name, leaf in tables.items():
+        table = params[name][leaf]
+        params = params | {name: {leaf: 0.3 * table / jnp.linalg.norm(table, axis=-1, keepdims=True)}}
+    return params
+
+
+@functools.partial(jax.jit, static_argnames=("config", "size"))
+def cached_prefill(params, prompt_BxP, length, fixed, *, config, size):
+    cache = decoding.empty_cache(config, len(prompt_BxP), size)
+    return decoding._step(params, config, cache, prompt_BxP, 0, length - 1, fixed)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def cached_decode(params, cache, start, new_N, fixed, *, config):
+    def one(cache, step):
+        slot, token = step
+        logits_1xV, cache = decoding._step(params, config, cache, token[None, None], slot, slot, fixed)
+        return cache, logits_1xV[0]
+
+    return jax.lax.scan(one, cache, (start + jnp.arange(len(new_N), dtype=jnp.int32), new_N))[1]
+
+
+def cached_logits(params, text, length, config):
+    """Logits after every token of the text from the prompt's last on, by one prefill and then a step for each."""
+    size, bucket = decoding._bucket(len(text)), decoding._bucket(length)
+    if config.positions == "learned":
+        size = min(size, config.context_len)
+    fixed = decoding._Fixed(None, jax.random.key(0), np.int32(2**30), np.int32(0), np.int32(-1), None)
+    prompt = np.zeros((1, bucket), np.int32)
+    prompt[0, :length] = text[:length]
+    first, cache = cached_prefill(params, prompt, np.int32(length), fixed, config=config, size=size)
+    rest = cached_decode(params, cache, np.int32(length), text[length:], fixed, config=config)
+    return np.concatenate([first, rest])
+
+
+def check_long(config, length, tolerance, every_logit=True):
+    """One forward over the whole text is enough to compare with a loop of growing forwards: causality keeps what comes
+    later out of each position's logits, and as long as all ids so far are equal, that loop would have read the same
+    text. By induction, the ids are equal if each is the most likely one at its own position."""
+    params = wide_params(config)
+    prompt = np.random.default_rng(length).integers(0, config.vocab_size, length)
+    options = dict(key=jax.random.key(0), max_new_tokens=NEW, sampling=GREEDY)
+    new, logprobs = generate(params, prompt, config, return_logprobs=True, **options)
+    text = np.concatenate([prompt, new]).astype(np.int32)
+    padded = np.pad(text, (0, max(LENGTHS) + NEW - len(text)))  # one program for all lengths
+    whole = np.asarray(mg.forward(params, padded, config))[length - 1 : len(text)]
+    np.testing.assert_array_equal(new, whole[:-1].argmax(axis=-1))
+    assert len(set(new.tolist())) >= 10
+    expected = log_softmax(whole[:-1])[np.arange(NEW), new]
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=tolerance)
+    if every_logit:
+        np.testing.assert_allclose(cached_logits(params, text, length, config), whole, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["rope", "rope_half_rmsnorm", "learned", "none_rmsnorm", "one_kv_head"])
+def test_512_greedy_tokens_in_float32(kind):
+    check_long(dataclasses.replace(LONG, **LONG_KINDS[kind]), LENGTHS[1], 1e-5, every_logit=False)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_512_greedy_tokens_in_float64(length, x64):
+    check_long(float64(dataclasses.replace(LONG, **LONG_KINDS["two_kv_heads"])), length, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", LONG_KINDS.values(), ids=LONG_KINDS)
+def test_512_greedy_tokens_of_every_kind_and_length(options):
+    for length in LENGTHS:
+        check_long(dataclasses.replace(LONG, **options), length, 1e-5)
+    with jax.enable_x64(True):
+        for length in LENGTHS:
+            check_long(float64(dataclasses.replace(LONG, **options)), length, 1e-12)
+
+
+# Prompts of different lengths: each row is that prompt alone
+
+RAGGED_KINDS = {
+    "rope": ({}, {}),
+    "window": ({"n_layers": 2}, {"window": 5}),
+    "learned": ({"positions": "learned", "context_len": 48}, {}),
+    "none": ({"positions": "none", "norm": "rmsnorm", "n_kv_heads": 2}, {}),
+    "penalty": ({"rope_pairs": "half"}, {"sampling": mg.Sampling(temperature=0, repetition_penalty=1.3)}),
+}
+
+
+@pytest.mark.parametrize(("options", "arguments"), RAGGED_KINDS.values(), ids=RAGGED_KINDS)
+def test_rows_of_different_lengths_are_those_of_each_prompt_alone(options, arguments, x64):
+    config = float64(dataclasses.replace(BASE, **options))
+    params = random_params(config)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 23, length).tolist() for length in (5, 1, 16, 9)]
+    arguments = dict(key=jax.random.key(0), max_new_tokens=32, return_logprobs=True, sampling=GREEDY) | arguments
+    together = generate(params, prompts, config, **arguments)
+    assert together.ids.shape == together.logprobs.shape == (4, 32)
+    for row, logprobs, prompt in zip(*together, prompts, strict=True):
+        alone = generate(params, prompt, config, **arguments)
+        np.testing.assert_array_equal(row, alone.ids)
+        np.testing.assert_allclose(logprobs, alone.logprobs, rtol=0, atol=1e-11)  # sums of another order
+    assert len({tuple(row) for row in together.ids.tolist()}) == 4
+
+
+# Log-probabilities
+
+
+def log_softmax(logits):
+    """In float64, by NumPy; -inf stays out."""
+    logits = np.float64(logits) - np.max(logits, axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("limit", [None, 19])
+def test_logprobs_are_the_model_s_own(limit):
+    """Whatever is drawn from: before penalty, temperature and filters; over the rows that stand for tokens."""
+    params, prompt = random_params(BASE), np.array([[3, 1, 4, 1], [5, 9, 2, 6]])
+    sampling = mg.Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, repetition_penalty=1.3)
+    options = dict(key=jax.random.key(2), max_new_tokens=25, sampling=sampling, vocab_limit=limit)
+    new = generate(params, prompt, BASE, return_logprobs=True, **options)
+    assert new.logprobs.dtype == np.float32
+    np.testing.assert_array_equal(new.ids, generate(params, prompt, BASE, **options))
+    logits = oracle.forward(oracle.to_float64(params), np.concatenate([prompt, new.ids], axis=1), BASE)[:, 3:-1]
+    logits[..., 23 if limit is None else limit :] = -np.inf
+    expected = np.take_along_axis(log_softmax(logits), new.ids[..., None], axis=-1)[..., 0]
+    # Against NumPy in float64: logits of up to 4 behind kernels of standard deviation 1.
+    np.testing.assert_allclose(new.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_logprobs_after_a_stop_are_0():
+    params, config = fixed_distribution(HALF_AND_LESS)
+    options = dict(key=jax.random.key(4), max_new_tokens=40, stop_token=0, return_logprobs=True)
+    ids, logprobs = generate(params, MANY, config, **options)
+    after = np.cumsum(ids == 0, axis=1) - (ids == 0) > 0
+    assert after.any() and (logprobs[after] == 0).all()
+    np.testing.assert_allclose(logprobs[~after], np.log(HALF_AND_LESS)[ids[~after]], rtol=1e-5)
+
+
+# Sliding, for learned positions
+
+
+def plain_loop(params, prompts, config, n, penalty=1.0):
+    """Greedy, with no cache: the documented rule, token by token, and one forward over what each row still remembers.
+    Returns ids and log-probabilities (B, n)."""
+    texts, wall = [list(prompt) for prompt in prompts], config.context_len
+    new = [([], []) for _ in prompts]
+    for _ in range(n):
+        if max(map(len, texts)) >= wall:
+            texts = [text[-(wall // 2) :] for text in texts]  # flush right, so all lose the same places
+        for text, (ids, logprobs) in zip(texts, new, strict=True):
+            padded = np.pad(text, (0, wall - len(text)))
+            logits = np.asarray(mg.forward(params, padded, config))[len(text) - 1]
+            scores = logits.copy()
+            for token in set(text):
+                scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            ids.append(int(scores.argmax()))
+            logprobs.append(log_softmax(logits)[ids[-1]])
+            text.append(ids[-1])
+    return tuple(np.array(x) for x in zip(*new, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "context_len", "penalty"),
+    [
+        ([[3, 1, 4]], 8, 1.0),
+        ([[3, 1, 4, 1, 5, 9, 2]], 9, 1.0),
+        ([[3, 1, 4, 1, 5, 9, 2, 6]], 8, 1.0),  # full
+        ([list(range(20))], 8, 1.0),  # more than full
+        ([[1], [2, 7, 1, 8, 2], list(range(11))], 12, 1.3),
+        ([[1], list(range(20)), [3, 1, 4]], 9, 1.0),
+        ([[5, 6]], 2, 1.0),
+    ],
+    ids=str,
+)
+def test_sliding_against_a_plain_loop(prompts, context_len, penalty, x64):
+    config = float64(dataclasses.replace(BASE, positions="learned", context_len=context_len))
+    params = random_params(config)
+    sampling = mg.Sampling(temperature=0, repetition_penalty=penalty)
+    options = dict(key=jax.random.key(0), max_new_tokens=30, sampling=sampling, slide=True, return_logprobs=True)
+    new = generate(params, prompts, config, **options)
+    ids, logprobs = plain_loop(params, prompts, config, 30, penalty)
+    np.testing.assert_array_equal(new.ids, ids)
+    np.testing.assert_allclose(new.logprobs, logprobs, rtol=0, atol=1e-11)
+    assert context_len == 2 or len(set(ids.ravel().tolist())) > 3
+
+
+def test_sliding_changes_nothing_before_the_wall_or_without_one():
+    params, options = random_params(LEARNED), dict(key=jax.random.key(0), max_new_tokens=5)
+    fits = generate(params, [1, 2, 3], LEARNED, **options)
+    np.testing.assert_array_equal(generate(params, [1, 2, 3], LEARNED, slide=True, **options), fits)
+    more = generate(params, [1, 2, 3], LEARNED, slide=True, **options | {"max_new_tokens": 20})
+    np.testing.assert_array_equal(more[:5], fits)
+    params, options = random_params(SMALL), dict(key=jax.random.key(0), max_new_tokens=20)
+    rope = generate(params, [1, 2, 3], SMALL, **options)
+    np.testing.assert_array_equal(generate(params, [1, 2, 3], SMALL, slide=True, **options), rope)
+
+
+def test_a_long_prompt_is_its_own_end():
+    params, prompt = random_params(LEARNED), np.arange(100) % 7
+    options = dict(key=jax.random.key(0), max_new_tokens=15, slide=True)
+    np.testing.assert_array_equal(
+        generate(params, prompt, LEARNED, **options), generate(params, prompt[-8:], LEARNED, **options)
+    )
+
+
+def test_each_lap_draws_with_a_key_of_its_own():
+    """A flat distribution: laps of 4 tokens would repeat if each began from one key."""
+    params = jax.tree.map(jnp.zeros_like, random_params(LEARNED))
+    new = generate(params, [1, 1, 1, 1], LEARNED, key=jax.random.key(0), max_new_tokens=40, slide=True)
+    assert len({tuple(lap) for lap in new.reshape(10, 4).tolist()}) == 10
+
+
+# In pieces
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8, 100])
+@pytest.mark.parametrize(
+    ("config", "prompt", "options"),
+    [
+        ("SMALL", [1, 2, 3], {}),
+        ("SMALL", [[1, 2], [3, 4], [5, 6]], {"stop_token": 3}),
+        ("SMALL", [[1, 2], [3], [4, 5, 6]], {"stop_token": 0, "sampling": mg.Sampling(0.9, 5, 0.9, 0.01, 1.1)}),
+        ("LEARNED", [[1, 2, 3], [4]], {"slide": True, "stop_token": 2}),
+    ],
+    ids=["one", "stop", "ragged", "slide"],
+)
+def test_pieces_joined_are_the_whole(config, prompt, options, piece):
+    config = {"SMALL": SMALL, "LEARNED": LEARNED}[config]
+    params, options = random_params(config), dict(key=jax.random.key(3), max_new_tokens=21) | options
+    whole = generate(params, prompt, config, return_logprobs=True, **options)
+    pieces = list(mg.stream(params, prompt, config, piece=piece, **options))
+    for name in ("ids", "logprobs"):
+        parts = [getattr(new, name) for new in pieces]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=-1), getattr(whole, name))
+        assert parts[0].shape == (*whole.ids.shape[:-1], 1) and all(0 < part.shape[-1] <= piece for part in parts)
+        assert all(part.base is None or part.base.size <= part.size for part in parts)  # holds on to no more memory
+
+
+def test_nothing_is_drawn_before_it_is_asked_for(monkeypatch):
+    calls = []
+    for name in ("_prefill", "_decode"):
+        real = getattr(decoding, name)
+        monkeypatch.setattr(decoding, name, lambda *a, real=real, name=name, **k: calls.append(name) or real(*a, **k))
+    params = random_params(SMALL)
+    pieces = mg.stream(params, [1, 2], SMALL, key=jax.random.key(0), max_new_tokens=9, piece=4)
+    assert calls == []
+    next(pieces)
+    assert calls == ["_prefill"]
+    next(pieces)
+    assert calls == ["_prefill", "_decode"]
+    assert [new.ids.shape for new in pieces] == [(4,)] and len(calls) == 3  # 1 + 4 + 4
+    assert list(mg.stream(params, [1, 2], SMALL, key=jax.random.key(0), max_new_tokens=0)) == []
+
+
+# The cache
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_cache_bytes(dtype, kv_heads, x64):
+    config = dataclasses.replace(BASE, n_layers=3, n_kv_heads=kv_heads, dtype=dtype)
+    L, H, K, S, B = 3, kv_heads or 4, 4, 64, 5
+    cache = decoding.empty_cache(config, B, S)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == 2 * L * H * K * S * B * jnp.dtype(dtype).itemsize
+
+
+def test_the_cache_is_donated(monkeypatch):
+    """Each call writes into the arrays of the one before: the old ones are gone, the new ones in their place."""
+    real, steps = decoding._decode, []
+
+    def watched(params, text, *arguments, **options):
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(text)]
+        new = real(params, text, *arguments, **options)
+        steps.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(text)))
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new.cache)] == places[-2:]
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+        memory = real.lower(params, new, *arguments, **options).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(new))
+        return new
+
+    monkeypatch.setattr(decoding, "_decode", watched)
+    params = jax.tree.map(jnp.asarray, random_params(SMALL))
+    pieces = list(mg.stream(params, [[1, 2], [3, 4]], SMALL, key=jax.random.key(0), max_new_tokens=9, piece=4))
+    assert steps == [True, True] and len(pieces) == 3
+
+
+def test_keys_are_cached_after_rotation():
+    """Slot t holds position t's key, turned by t: the NumPy model's. Slots behind the text hold nothing of it."""
+    params, text = random_params(BASE), np.array([3, 1, 4, 1, 5, 9])
+    fixed = decoding._Fixed(None, jax.random.key(0), np.int32(2**30), np.int32(23), np.int32(-1), None)
+    _, cache = cached_prefill(params, np.pad(text, (0, 10))[None], np.int32(6), fixed, config=BASE, size=32)
+    exact = oracle.to_float64(params)
+    normed = oracle.norm(exact["embed"]["embedding"][text], exact["block_0"]["norm_attention"], BASE)
+    keys = oracle.linear(normed, exact["block_0"]["attention"]["key"])
+    for head in range(4):
+        rotated = oracle.rotate(keys[:, 4 * head : 4 * head + 4], BASE)
+        np.testing.assert_allclose(cache["block_0"]["key"][0, :6, head], rotated, rtol=0, atol=1e-5)  # float32
+    assert cache["block_0"]["key"].shape == (1, 32, 4, 4) and not cache["block_0"]["key"][0, 16:].any()
+
+
 # Shapes of what comes back
 
 SMALL = mg.ModelConfig(vocab_size=7, d_model=8, n_layers=1, n_heads=2, d_ff=8, context_len=8)
@@ -134,6 +427,10 @@ def test_new_ids_only():
         ((1, 2), (4,)),
         (np.array([[1, 2, 3]]), (1, 4)),
         (jnp.array([[1], [2]]), (2, 4)),
+        (range(3), (4,)),
+        ([np.int8([1, 2]), [3], (4, 5, 6)], (3, 4)),
+        (([1], [2, 3]), (2, 4)),
+        ([jnp.array([1, 2]), np.array([3])], (2, 4)),
     ):
         new = generate(params, prompt, SMALL, key=key, max_new_tokens=4)
         assert isinstance(new, np.ndarray) and new.shape == shape and new.dtype == np.int32
@@ -298,7 +595,15 @@ def programs():
 @pytest.mark.parametrize(
     ("prompt", "kind", "words"),
     [
-        ([], InputError, ""),
+        ([], InputError, "shape (0,)"),
+        ([[], []], InputError, "shape (2, 0)"),
+        ([[1, [2, 3]], [4]], InputError, "rows of different lengths"),
+        ([1, [2]], InputError, "prompt[0] has shape ()"),
+        ([[1], None], InputError, "prompt[1] has shape ()"),
+        ([[1], [2.5, 3]], InputTypeError, "float64"),
+        ([[1], [True, False]], InputTypeError, "bool"),
+        (["ab", "c"], InputTypeError, ""),
+        ({1, 2}, InputTypeError, ""),
         (np.zeros(0, int), InputError, "at least one token"),
         (np.zeros((0, 3), int), InputError, "at least one token"),
         (np.zeros((3, 0), int), InputError, "at least one token"),
@@ -336,19 +641,51 @@ def test_prompts_of_every_integer_type(dtype):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "kind", "words"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
-        ({"window": 0}, "window is 0"),
-        ({"window": -5}, "window is -5"),
-        ({"vocab_limit": 0}, "vocab_limit is 0"),
-        ({"vocab_limit": -3}, "vocab_limit is -3"),
+        ({"max_new_tokens": -1}, InputError, "max_new_tokens is -1"),
+        ({"max_new_tokens": 2.0}, InputTypeError, "max_new_tokens is 2.0"),
+        ({"max_new_tokens": True}, InputTypeError, "max_new_tokens is True"),
+        ({"max_new_tokens": None}, InputTypeError, "max_new_tokens is None"),
+        ({"max_new_tokens": 10**12}, InputError, "max_new_tokens is 1000000000000"),
+        ({"max_new_tokens": 2**30}, InputError, "1073741825 positions"),
+        ({"window": 0}, InputError, "window is 0"),
+        ({"window": -5}, InputError, "window is -5"),
+        ({"window": 1.5}, InputTypeError, "window is 1.5"),
+        ({"vocab_limit": 0}, InputError, "vocab_limit is 0"),
+        ({"vocab_limit": -3}, InputError, "vocab_limit is -3"),
+        ({"vocab_limit": 8}, InputError, "vocab_limit is 8; it must be in [1, 7]"),
+        ({"vocab_limit": 2**40}, InputError, "[1, 7]"),
+        ({"stop_token": 7}, InputError, "stop_token is 7; it must be in [0, 6]"),
+        ({"stop_token": -1}, InputError, "stop_token is -1"),
+        ({"stop_token": "a"}, InputTypeError, "stop_token is 'a'"),
+        ({"key": None}, InputTypeError, "key is None; give one random key"),
+        ({"key": 0}, InputTypeError, "key is 0"),
+        ({"key": np.array([1.0, 2.0])}, InputTypeError, "one random key"),
+        ({"key": np.zeros((3, 2), np.uint32)}, InputTypeError, "one random key"),
+        ({"sampling": None}, InputTypeError, "sampling is None; give a Sampling"),
+        ({"sampling": 0.8}, InputTypeError, "sampling is 0.8"),
+        ({"config": None}, InputTypeError, "config is a NoneType"),
+        ({"config": mg.Config()}, InputTypeError, "config is a Config; give a ModelConfig"),
+        ({"params": None}, InputError, "params do not fit"),
+        ({"config": dataclasses.replace(LEARNED, context_len=1), "slide": True}, InputError, "context_len is 1"),
     ],
     ids=str,
 )
-def test_options_that_are_refused(options, words):
-    with pytest.raises(InputError, match=words):
-        generate({}, [1], SMALL, **{"key": jax.random.key(0), "max_new_tokens": 3} | options)
+def test_arguments_that_are_refused(options, kind, words):
+    arguments = {"params": {}, "prompt": [1], "config": SMALL, "key": jax.random.key(0), "max_new_tokens": 3} | options
+    before = programs()
+    for function in (generate, mg.stream):  # a stream refuses at once, not at its first piece
+        with pytest.raises(kind) as caught:
+            function(**arguments)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert programs() == before
+
+
+@pytest.mark.parametrize("piece", [0, -1, 1.0, None])
+def test_pieces_that_are_refused(piece):
+    with pytest.raises(InputError, match=f"piece is {piece}"):
+        mg.stream({}, [1], SMALL, key=jax.random.key(0), max_new_tokens=3, piece=piece)
 
 
 # Compilations
@@ -379,10 +716,36 @@ def test_two_programs_and_none_the_second_time():
     assert 2 <= len(count) <= 3
     with compilations() as count:
         for prompt, n in (([5], 40), (list(range(16)), 20), ([1] * 9, 55)):  # within the buckets 16 and 64
-            generate(params, prompt, config, key=key, max_new_tokens=n, window=n, vocab_limit=n, stop_token=n)
+            limits = {"window": n, "vocab_limit": 29 - n % 5, "stop_token": n % 5}
+            generate(params, prompt, config, key=key, max_new_tokens=n, **limits)
         generate(params, [1, 2, 3], config, key=jax.random.key(9), max_new_tokens=33)
     assert count == []
     assert programs() - cached == 2
+
+
+def test_other_values_of_sampling_compile_nothing():
+    config = dataclasses.replace(BASE, vocab_size=31)  # of no other test
+    params, key = random_params(config), jax.random.key(0)
+    arguments = dict(key=key, max_new_tokens=9, return_logprobs=True)
+    generate(params, [[1, 2], [3]], config, sampling=mg.Sampling(0.8, 5, 0.9, 0.1, 1.2), **arguments)
+    before = programs()
+    with compilations() as count:
+        for sampling in (mg.Sampling(2, 1, 0, 1.0, 0.5), mg.Sampling(1e-9, 30, 0.999, 1e-9, 7)):
+            new = generate(params, [[1], [2, 3]], config, sampling=sampling, **arguments)
+            assert new.ids.shape == (2, 9)
+        for _ in mg.stream(params, [[1], [2, 3]], config, key=key, max_new_tokens=11, sampling=sampling, piece=2):
+            pass
+    assert count == [] and programs() == before
+
+
+def test_sliding_compiles_no_more_with_every_lap():
+    config = dataclasses.replace(LEARNED, vocab_size=31)  # of no other test
+    before, options = programs(), dict(key=jax.random.key(0), sampling=GREEDY, slide=True)
+    generate(random_params(config), [1, 2], config, max_new_tokens=14, **options)
+    assert programs() - before == 2
+    with compilations() as count:
+        generate(random_params(config), [1, 2, 3], config, max_new_tokens=60, **options)
+    assert count == [] and programs() - before == 2
 
 
 def test_compilations_are_seen_by_the_counter():
