@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,24 @@ def test_logprobs_after_a_stop_are_0():
     after = np.cumsum(ids == 0, axis=1) - (ids == 0) > 0
     assert after.any() and (logprobs[after] == 0).all()
     np.testing.assert_allclose(logprobs[~after], np.log(HALF_AND_LESS)[ids[~after]], rtol=1e-5)
+
+
+# The repetition penalty
+
+
+@pytest.mark.parametrize("prompts", [[[1]], [[4, 3]], [[1], [2, 3, 4]], [[0, 1], [3], [1, 1, 1]]], ids=str)
+def test_the_penalty_is_on_what_the_text_holds_and_not_on_padding(prompts):
+    """Id 0 is the most likely and the one that fills up short prompts."""
+    params, config = fixed_distribution(HALF_AND_LESS)
+    penalized = mg.Sampling(temperature=0, repetition_penalty=3.0)
+    new = generate(params, prompts, config, key=jax.random.key(0), max_new_tokens=12, sampling=penalized)
+    for row, prompt in zip(new.tolist(), prompts, strict=True):
+        text = list(prompt)
+        for _ in range(12):
+            scores = [math.log(p) * (3.0 if i in text else 1.0) for i, p in enumerate(HALF_AND_LESS)]
+            text.append(int(np.argmax(scores)))
+        assert row == text[len(prompt) :]
+    assert all(row[0] == 0 for row, prompt in zip(new.tolist(), prompts, strict=True) if 0 not in prompt)
 
 
 # Sliding, for learned positions

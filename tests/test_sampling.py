@@ -108,6 +108,9 @@ def test_p_of_one_truncates_nothing(spread):
     # A running sum in float32 reaches 1 before the tail, all the more where the tail underflows.
     logits = spread * jax.random.normal(jax.random.key(0), (50_000,))
     assert jnp.isfinite(filter_logits(logits, mg.Sampling(top_p=1.0))).all()
+    assert jnp.isfinite(keep_top_p(logits, 1.0)).all()
+    mixed = keep_top_p(jnp.stack([logits, logits]), jnp.array([1.0, 0.5]))
+    assert jnp.isfinite(mixed[0]).all() and not jnp.isfinite(mixed[1]).all()
 
 
 def test_tail_tokens_are_drawn_with_p_of_one():
