@@ -21,7 +21,7 @@ from minigpt_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-CONFIG = mg.Config(model=mg.ModelConfig(vocab_size=260, d_model=8, n_layers=1, n_heads=2, d_ff=8, context_len=8))
+CONFIG = mg.Config(model=mg.ModelConfig(vocab_size=400, d_model=8, n_layers=1, n_heads=2, d_ff=8, context_len=8))
 LEARNED = mg.Config(model=dataclasses.replace(CONFIG.model, vocab_size=256, positions="learned"))
 ANY = mg.Sampling(temperature=5.0)
 
