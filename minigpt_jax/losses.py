@@ -97,8 +97,8 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
     return LossSum(_chunked_total(config, head, *parts), jnp.sum(mask, dtype=wide(config.dtype)))
 
 
-# Beyond so many logits (256 MB in float32) the loss works in chunks of so many (64 MB). At V = 50,257 and D = 768, 4,096
-# positions then take a seventh of the memory and nine tenths of the time; at 1,024 nothing is gained.
+# Beyond so many logits (256 MB in float32) the loss works in chunks of so many (64 MB). At V = 50,257 and D = 768,
+# 4,096 positions then take a seventh of the memory and nine tenths of the time; 1,024 gain nothing.
 PLAIN_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 24
 
 

@@ -83,7 +83,7 @@ def _initializer(path: str, config: ModelConfig):
 def bf16_dot(x_NxI: jax.Array, w_IxO: jax.Array) -> jax.Array:
     """x w of bfloat16 roundings, added up in float32 (Kalamkar et al. 2019, arXiv:1905.12322); so are its gradients.
 
-    Autodiff's own rule would round the gradients' results too, which is less exact and, on CPUs, no faster than float32.
+    Autodiff's own rule would round the results of the gradients' products too: less exact, and on CPUs no faster.
     """
     return _bf16_dot_forward(x_NxI, w_IxO)[0]
 
