@@ -128,6 +128,9 @@ class ModelConfig(_Checked):
     """Compute type of the blocks. Softmax, norm statistics, logits and loss are float32 at least."""
     param_dtype: DType = "float32"
     """Storage type of the parameters."""
+    bf16_dots: bool = False
+    """Dense layers multiply bfloat16 roundings of their float32 inputs and add up in float32: less exact, and faster
+    where the processor multiplies bfloat16."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
 
@@ -149,6 +152,10 @@ class ModelConfig(_Checked):
         require(self.rope_base > 1, f"ModelConfig.rope_base is {self.rope_base}; it must be above 1")
         self._at_least(0, "init_std")
         self._within(0, 1, "dropout")
+        require(
+            not self.bf16_dots or self.dtype == "float32",
+            f"ModelConfig.bf16_dots goes with dtype float32, not {self.dtype}",
+        )
 
     @property
     def head_dim(self) -> int:
