@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 # Settings of the environment that change speed: they are reported, never made.
-SETTINGS = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "ONEDNN_", "GOMP_", "XLA_", "JAX_", "TORCH", "MALLOC_", "LD_PRELOAD")
+SETTINGS = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "ONEDNN_", "GOMP_", "XLA_", "JAX_", "MALLOC_", "LD_PRELOAD")
 
 # Intel's MKL, which PyTorch brings, takes a slower path where this function says that the processor is not Intel's.
 VENDOR_HOOK = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
@@ -51,12 +51,14 @@ def memory_gb() -> float | None:
 
 
 def describe() -> dict:
-    """Processor, cores, memory, system, and what the environment sets."""
+    """Processor, cores, memory, system, how busy it is, and what the environment sets."""
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return {
         "processor": processor(),
         "cores": cores(),
         "memory_gb": memory_gb(),
         "system": f"{platform.system()} {platform.release()}",
+        "load": load,
         "python": platform.python_version(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
     }

@@ -100,18 +100,18 @@ def train(request: dict) -> dict:
 def decode(request: dict) -> dict:
     """Generate greedily behind a fixed prompt, with a cache."""
     model = ModelConfig(**request["model"] | request["options"])
-    params, prompt = load_weights(request["weights"]), prompt_ids(model)
-    options = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
+    params, prompt, n = load_weights(request["weights"]), prompt_ids(model), request["new_tokens"]
+
+    def written(function):
+        greedy = Sampling(temperature=0)
+        return function(params, prompt, model, key=jax.random.key(0), max_new_tokens=n, sampling=greedy)
+
     began = time.perf_counter()
-    next(mg.stream(params, prompt, model, max_new_tokens=request["new_tokens"], **options))
+    next(written(mg.stream))
     first_call, since_start = time.perf_counter() - began, time.time() - request["spawned"]
-    ids = mg.generate(params, prompt, model, max_new_tokens=request["new_tokens"], **options)
-
-    def again() -> None:
-        mg.generate(params, prompt, model, max_new_tokens=request["new_tokens"], **options)
-
+    ids = written(mg.generate)
     return {
-        "decode_s": timed(again, request["seconds"]),
+        "decode_s": timed(lambda: written(mg.generate), request["seconds"]),
         "ids": ids.tolist(),
         "first_call_s": first_call,
         "first_s": since_start,

@@ -230,6 +230,8 @@ def ceiling(request: dict) -> dict:
     for n in request["sizes"]:
         x = torch.randn(n, n)
         results[str(n)] = 2 * n**3 / min(timed(lambda x=x: x @ x, request["seconds"])) / 1e9
+    if "transformers" in request["peers"]:
+        importlib.import_module("transformers.models.gpt2.modeling_gpt2")
     return {"gflops": results}
 
 

@@ -1,14 +1,13 @@
 """The report: what was measured, as Markdown that can be read as it is, and as JSON."""
 
 import dataclasses
-import statistics
 
 from ..config import TrainConfig
-from .contenders import OURS, Contender
+from .contenders import Contender
 from .machine import describe
 from .plan import Plan
 from .shapes import SHAPES
-from .table import Record, Row, decode_table, markdown, number, rows_of, train_table
+from .table import Record, Row, decode_table, markdown, median, number, rows_of, summary_cells, train_table
 
 METHOD = """\
 Every run is a fresh process, one at a time, all contenders in turn (A B C A B C). Everything runs on the CPU, with each
@@ -21,7 +20,7 @@ medians; a ratio is taken within each round, then its median and [least, most]. 
 first loss is ours to 1e-3, a float32 row of generation only if its first 16 tokens are ours.
 
 - `of ceiling`: FLOPs of a step (3 times the forward pass: two for each weight of a matmul and token, the head among
-  them; attention in full, not halved for causality) by time, over the fastest float32 matmul measured below. It may
+  them; attention in full, not halved for causality) by time, over the fastest float32 matmul measured above. It may
   exceed 100 % in bfloat16.
 - `first step`, `first token`: seconds from the start of the process, imports and loading of weights among them; cold is
   the first round, which found no compiled program of its own kind, warm the median of the later ones.
@@ -71,33 +70,28 @@ class Measurements:
 
     def rows(self, config: str, task: str) -> tuple[list[Row], list[str]]:
         """The rows that may be shown, and a line for each that may not."""
-        records = [record for record in self.records if (record.config, record.task) == (config, task)]
-        rows, notes = rows_of(records, {c.name: c.float32 for c in self.contenders}) if records else ([], [])
         died = {who: why for (name, what, who), why in self.failures.items() if (name, what) == (config, task)}
-        shown = [row for row in rows if row.name not in died]
-        return shown, notes + [f"{who} is left out: {why}" for who, why in died.items()]
+        of_this = [r for r in self.records if (r.config, r.task) == (config, task) and r.contender not in died]
+        rows, notes = rows_of(of_this, {c.name: c.float32 for c in self.contenders})
+        return rows, [f"{who} is left out: {why}" for who, why in died.items()] + notes
 
 
 def render(found: Measurements) -> str:
     """The whole report."""
-    parts = ["# What `minigpt bench` measured", _machine(found), METHOD.format(K=TrainConfig().steps_per_call)]
     words = [f"- `{word}`: {text}." for word, text in LEGEND.items() if any(word in c.name for c in found.contenders)]
-    parts += ["\n".join(words)] if words else []
-    parts += ["\n".join(f"- {note}" for note in found.notes)] if found.notes else []
-    parts += _ceilings(found)
-    for config in found.plan.configs:
-        parts += _config(found, config)
-    if found.commands:
-        rows = [
-            [f"`{title}`", number(seconds[0], 2), number(_median(seconds[1:]), 2)]
-            for title, seconds in found.commands.items()
-        ]
-        parts += ["## Our commands: seconds to the first byte", markdown(["command", "cold", "warm"], rows)]
-    return "\n\n".join(parts)
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+    parts = [
+        "# What `minigpt bench` measured",
+        _machine(found),
+        "\n".join(f"- {note}" for note in found.notes),
+        *_summary(found),
+        *(part for config in found.plan.configs for part in _config(found, config)),
+        *_commands(found),
+        *_ceilings(found),
+        "## How",
+        METHOD.format(K=TrainConfig().steps_per_call),
+        "\n".join(words),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _machine(found: Measurements) -> str:
@@ -107,7 +101,7 @@ def _machine(found: Measurements) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in m["environment"].items()) or "nothing"
     return (
         f"{found.date}; {m['processor']}, {m['cores']} cores, {memory}{m['system']}; Python {m['python']}, {versions}. "
-        f"{found.plan.rounds} rounds of at least {found.plan.seconds:g} s. "
+        f"{found.plan.rounds} rounds of at least {found.plan.seconds:g} s; load average at the start {m['load']}. "
         f"Set in the environment that can change speed: {settings}."
     )
 
@@ -121,43 +115,41 @@ def _ceilings(found: Measurements) -> list[str]:
     return ["## Ceiling: square float32 matmuls", markdown(header, rows)]
 
 
+def _summary(found: Measurements) -> list[str]:
+    contenders, table = {c.name: c for c in found.contenders}, []
+    for config in found.plan.configs:
+        for task, word in (("train", "training"), ("decode", "generation")):
+            rows, _ = found.rows(config, task)
+            cells = summary_cells(rows, contenders) if rows else None
+            table += [[f"{config} {word}", *cells]] if cells else []
+    header = ["speed of ours over that of", "the fastest in float32", "the fastest in float32 as installed"]
+    header += ["the fastest of all", "peak memory over the first's"]
+    return ["## Ours over the fastest peer", markdown(header, table)] if table else []
+
+
 def _config(found: Measurements, config: str) -> list[str]:
     shape, parts = SHAPES[config], []
     m, drawn = shape.model, found.weights.get(config)
+    size = f"V={m.vocab_size} D={m.d_model} L={m.n_layers} H={m.n_heads} T={m.context_len} B={shape.batch}"
     rows, notes = found.rows(config, "train")
     if rows:
         tokens = shape.batch * m.context_len
-        parts += [
-            train_table(rows, tokens, 3 * drawn["flops_per_token"] * tokens, found.ceiling),
-            _best(rows, found.contenders),
-        ]
+        parts.append(train_table(rows, tokens, 3 * drawn["flops_per_token"] * tokens, found.ceiling))
+        size += f", {drawn['parameters']:,} parameters; our first loss {rows[0].first['check_loss']:.5f}"
     decoded, more = found.rows(config, "decode")
     if decoded:
         parts.append(decode_table(decoded, shape.new_tokens))
-        parts.append(_best(decoded, found.contenders))
-    notes += more
-    parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
-    title = f"## {config}: {shape.about}"
-    size = f"V={m.vocab_size} D={m.d_model} L={m.n_layers} H={m.n_heads} T={m.context_len} B={shape.batch}"
-    size += f", {drawn['parameters']:,} parameters" if drawn else ""
-    return [title, size, *filter(None, parts)] if parts else []
+    notes = "\n".join(f"- {note}" for note in notes + more)
+    return [f"## {config}: {shape.about}", size, *parts, notes] if parts or notes else []
 
 
-def _best(rows: list[Row], contenders: list[Contender]) -> str:
-    """Ours against the fastest peer, in words."""
-    known = {c.name: c for c in contenders}
-    peers = [row for row in rows if known[row.name].program == "peers"]
-    float32 = [row for row in peers if known[row.name].float32]
-    lines = []
-    for title, group in (
-        ("any float32 row", float32),
-        ("any float32 row as installed", [row for row in float32 if known[row.name].as_installed]),
-        ("any row", peers),
-    ):
-        if group:
-            best = min(group, key=lambda row: row.seconds)
-            lines.append(f"{best.over} times the fastest of {title} ({best.name})")
-    return f"{OURS}: {'; '.join(lines)}." if lines else ""
+def _commands(found: Measurements) -> list[str]:
+    rows = [
+        [f"`{title}`", number(seconds[0], 2), number(median(seconds[1:]), 2)]
+        for title, seconds in found.commands.items()
+    ]
+    title = "## Our commands: seconds to the first byte"
+    return [title, markdown(["command", "cold", "warm"], rows)] if rows else []
 
 
 def raw(found: Measurements) -> dict:

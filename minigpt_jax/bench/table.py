@@ -1,10 +1,11 @@
 """Gates, ratios and tables: records of runs in, Markdown out. A record is one run of one contender in one round."""
 
+import dataclasses
 import math
 import statistics
 from typing import NamedTuple
 
-from .contenders import OURS
+from .contenders import OURS, Contender
 
 LOSS_TOLERANCE = 1e-3
 SAME_TOKENS = 16
@@ -58,126 +59,147 @@ class Ratio(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def ratio(theirs: dict[int, float], ours: dict[int, float]) -> Ratio | None:
-    """How many times faster ours is, from seconds by round: each round's own ratio, then the median and the range."""
-    values = [theirs[i] / ours[i] for i in theirs if i in ours]
-    return Ratio(statistics.median(values), min(values), max(values)) if values else None
-
-
-class Row(NamedTuple):
-    """A contender's figures over the rounds."""
-
-    name: str
-    seconds: float
-    """Of a step, or of a whole generation: the median of the rounds' medians."""
-    over: Ratio | None
-    peak_mb: float | None
-    first_cold: float
-    """Seconds from the start of the process to the first loss or token, in the round that found no compiled program."""
-    first_warm: float | None
-    compile_s: float
-    records: list[Record]
+        return f"{number(self.median)} [{number(self.low)}, {number(self.high)}]"
 
 
 SECONDS = {"train": "step_s", "decode": "decode_s"}
 
 
-def row_of(records: list[Record], ours: list[Record]) -> Row:
-    """One contender's records of a config and task, beside ours."""
-    key = SECONDS[records[0].task]
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A contender's runs of one config and task."""
 
-    def by_round(records: list[Record]) -> dict[int, float]:
-        return {record.round: statistics.median(record.result[key]) for record in records}
+    records: list[Record]
 
-    seconds = by_round(records)
-    typical = statistics.median(seconds.values())
-    peaks = [record.result["peak_mb"] for record in records if record.result["peak_mb"] is not None]
-    cold, *warm = (record.result["first_s"] for record in records)
-    return Row(
-        records[0].contender,
-        typical,
-        ratio(seconds, by_round(ours)),
-        statistics.median(peaks) if peaks else None,
-        cold,
-        statistics.median(warm) if warm else None,
-        records[0].result["first_call_s"] - (typical if records[0].task == "train" else 0),
-        records,
-    )
+    @property
+    def name(self) -> str:
+        return self.records[0].contender
+
+    @property
+    def first(self) -> dict:
+        """What its first run sent."""
+        return self.records[0].result
+
+    @property
+    def by_round(self) -> dict[int, float]:
+        """Seconds of a step, or of a whole generation: each round's median."""
+        return {r.round: statistics.median(r.result[SECONDS[r.task]]) for r in self.records}
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.by_round.values())
+
+    @property
+    def peak_mb(self) -> float | None:
+        return median([r.result["peak_mb"] for r in self.records if r.result["peak_mb"] is not None])
+
+    @property
+    def start(self) -> str:
+        """Seconds from the start of the process to the first loss or token: cold / warm."""
+        cold, *warm = (r.result["first_s"] for r in self.records)
+        return f"{number(cold, 2)} / {number(median(warm), 2)}"
+
+    def times_as_fast_as(self, other: "Row") -> Ratio | None:
+        """Each round's own ratio of speeds, then the median and the range."""
+        mine, theirs = self.by_round, other.by_round
+        values = [theirs[i] / mine[i] for i in mine if i in theirs]
+        return Ratio(statistics.median(values), min(values), max(values)) if values else None
 
 
 def rows_of(records: list[Record], exact: dict[str, bool]) -> tuple[list[Row], list[str]]:
-    """Rows of one config and task in the order of first appearance, and a line for each that no gate lets through.
-    `exact` says of each contender whether it computes in float32."""
-    names = list(dict.fromkeys(record.contender for record in records))
-    of = {name: [record for record in records if record.contender == name] for name in names}
-    if OURS not in of:
-        return [], [f"{name} is left out: there is no run of ours to compare with" for name in names]
+    """Rows of one config and task, ours first, and a line for each that no gate lets through. `exact` says of each
+    contender whether it computes in float32."""
+    of = {name: [r for r in records if r.contender == name] for name in (OURS, *(r.contender for r in records))}
+    if not of[OURS]:
+        return [], [f"{name} is left out: there is no run of ours to compare with" for name in of if of[name]]
     reference, rows, notes = of[OURS][0].result, [], []
-    for name in names:
-        if records[0].task == "train":
-            refusals = [loss_gate(record.result, reference) for record in of[name]]
+    for name, runs in of.items():
+        if runs[0].task == "train":
+            refusals = [loss_gate(r.result, reference) for r in runs]
         else:
-            refusals = [ids_gate(record.result, reference) for record in of[name] if exact[name]]
+            refusals = [ids_gate(r.result, reference) for r in runs if exact[name]]
         refusal = next((text for text in refusals if text), None)
         if refusal:
             notes.append(f"{name} is left out: {refusal}")
         else:
-            rows.append(row_of(of[name], of[OURS]))
+            rows.append(Row(runs))
     return rows, notes
 
 
+def median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
 def number(value: float | None, digits: int = 3) -> str:
-    """About three digits: 0.123, 12.3, 1,234."""
+    """About so many digits: 0.123, 12.3, 1,234."""
     if value is None or not math.isfinite(value):
         return "-"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:,.{min(decimals, digits)}f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(max(decimals, 0), digits)}f}"
 
 
-def cold_and_warm(row: Row) -> str:
-    return f"{number(row.first_cold, 2)} / {number(row.first_warm, 2)}"
+def _beside_ours(row: Row, ours: Row) -> str:
+    return "1" if row is ours else str(ours.times_as_fast_as(row) or "-")
 
 
 def train_table(rows: list[Row], tokens: int, flops: float, ceiling: float | None) -> str:
-    """`tokens` and `flops` are of a step, `ceiling` is in FLOP/s."""
+    """Rows with ours first. `tokens` and `flops` are of a step, `ceiling` is in FLOP/s."""
     header = ["training", "ms a step", "tokens/s", "ours over it", "of ceiling", "peak MB"]
     header += ["first step s, cold / warm", "compile s", "loss differs by"]
-    ours = next(row for row in rows if row.name == OURS).records[0].result["losses"]
+    ours = rows[0]
 
     def cells(row: Row) -> list[str]:
-        theirs = row.records[0].result["losses"]
-        off = max(abs(a - b) for a, b in zip(theirs, ours, strict=False))
+        losses = zip(row.first["losses"], ours.first["losses"], strict=True)
         return [
             row.name,
             number(1e3 * row.seconds),
             f"{tokens / row.seconds:,.0f}",
-            "1" if row.name == OURS else str(row.over or "-"),
+            _beside_ours(row, ours),
             f"{flops / row.seconds / ceiling:.0%}" if ceiling else "-",
             number(row.peak_mb),
-            cold_and_warm(row),
-            number(max(row.compile_s, 0.0), 2),
-            "" if row.name == OURS else f"{off:.0e}",
+            row.start,
+            number(max(row.first["first_call_s"] - row.seconds, 0.0), 2),
+            "" if row is ours else f"{max(abs(a - b) for a, b in losses):.0e}",
         ]
 
     return markdown(header, [cells(row) for row in rows])
 
 
 def decode_table(rows: list[Row], new_tokens: int) -> str:
+    """Rows with ours first."""
     header = ["generation", "ms", "tokens/s", "ours over it", "peak MB", "first token s, cold / warm", "same tokens"]
-    ours = next(row for row in rows if row.name == OURS).records[0].result["ids"]
+    ours = rows[0]
 
     def cells(row: Row) -> list[str]:
         return [
             row.name,
             number(1e3 * row.seconds),
             f"{new_tokens / row.seconds:,.0f}",
-            "1" if row.name == OURS else str(row.over or "-"),
+            _beside_ours(row, ours),
             number(row.peak_mb),
-            cold_and_warm(row),
-            f"{same_tokens(row.records[0].result['ids'], ours)} of {new_tokens}",
+            row.start,
+            f"{same_tokens(row.first['ids'], ours.first['ids'])} of {new_tokens}",
         ]
 
     return markdown(header, [cells(row) for row in rows])
+
+
+def summary_cells(rows: list[Row], contenders: dict[str, Contender]) -> list[str] | None:
+    """Ours over the fastest peer: of all float32 rows, of those as installed, of all rows; then its peak memory over
+    that of the fastest float32 peer. None where there is no peer."""
+    ours = rows[0]
+    mine = [row for row in rows if contenders[row.name].program == "ours"]
+    peers = [row for row in rows if contenders[row.name].program == "peers"]
+    float32 = [row for row in peers if contenders[row.name].float32]
+    installed = [row for row in float32 if contenders[row.name].as_installed]
+
+    def fastest(group: list[Row]) -> Row:
+        return min(group, key=lambda row: row.seconds)
+
+    def beside(us: Row, group: list[Row]) -> str:
+        return f"{us.times_as_fast_as(fastest(group))} {fastest(group).name}" if group else "-"
+
+    if not peers:
+        return None
+    memory = ours.peak_mb / fastest(float32).peak_mb if float32 and ours.peak_mb else None
+    return [beside(ours, float32), beside(ours, installed), beside(fastest(mine), peers), number(memory)]
