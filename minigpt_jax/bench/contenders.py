@@ -42,10 +42,11 @@ def our_contenders() -> list[Contender]:
 
 
 def checked_names(names: tuple[str, ...], known, what: str) -> tuple[str, ...]:
-    """The names without doubles; `InputError` for one that is not known."""
+    """The names as they are known, whatever their case, and without doubles; `InputError` for one that is not known."""
+    spelt = {name.lower(): name for name in known}
     for name in names:
-        require(name in known, f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
+        require(name.lower() in spelt, f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return tuple(dict.fromkeys(spelt[name.lower()] for name in names))
 
 
 def check_nanogpt(folder: Path | None) -> None:
