@@ -63,7 +63,7 @@ def measurements(records, failures=None, tasks=("train", "decode"), **more) -> M
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0123456, "0.012"), (0.5, "0.500"), (1.0, "1.00"), (9.876, "9.88"), (12.34, "12.3"), (1234.5, "1,234"),
-     (0, "0.00"), (None, "-"), (math.nan, "-"), (math.inf, "-")],
+     (0, "0"), (None, "-"), (math.nan, "-"), (math.inf, "-")],
 )  # fmt: skip
 def test_numbers(value, text):
     assert number(value) == text
