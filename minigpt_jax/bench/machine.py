@@ -50,24 +50,33 @@ def memory_gb() -> float | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
+def system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]  # Linux
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"
+
+
 def describe() -> dict:
     """Processor, cores, memory, system, how busy it is, and what the environment sets."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    settings.pop("JAX_COMPILATION_CACHE_DIR", None)  # not handed on: every contender has a place of its own
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return {
         "processor": processor(),
         "cores": cores(),
         "memory_gb": memory_gb(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": system(),
         "load": load,
         "python": platform.python_version(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+        "environment": settings,
     }
 
 
 def build_vendor_hook(folder: Path) -> tuple[Path | None, str]:
     """A library that answers MKL's question for the vendor with Intel, for AMD processors on Linux; or why not."""
     if _cpuinfo("vendor_id") != "AuthenticAMD":
-        return None, "no rows with the vendor hook: this is not an AMD processor under Linux, and needs none"
+        return None, "no rows with the vendor hook: it is for AMD processors under Linux"
     if shutil.which("cc") is None:
         return None, "no rows with the vendor hook: it needs a C compiler (cc)"
     source, library = folder / "vendor.c", folder / "vendor.so"

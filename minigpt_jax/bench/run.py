@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ..config import Config, DataConfig, ModelConfig, TrainConfig, save_config
-from ..errors import replacing
+from ..errors import replacing, require
 from .contenders import our_contenders, peer_contenders, revision
 from .machine import build_vendor_hook
 from .plan import Plan
@@ -31,7 +31,8 @@ def run_child(program: str, request: dict, env: dict) -> dict:
     """Run a child to its end: the JSON on the last line of its stdout."""
     request = request | {"spawned": time.time()}
     command = [sys.executable, "-m", f"{__package__}.{program}", json.dumps(request)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    with subprocess.Popen(command, env=env, **pipes) as process:
         try:
             out, err = process.communicate()
         except BaseException:  # Ctrl-C: the child goes before us
@@ -121,22 +122,21 @@ class Bench:
         if task == "train":
             self.found.weights[name] = drawn
         contenders = [contender for contender in self.found.contenders if task in contender.tasks]
-        done, began = 0, time.perf_counter()
-        for i in range(self.plan.rounds):
-            for contender in contenders:
-                key = (name, task, contender.name)
-                if key in self.found.failures:
-                    continue
-                rest = len(contenders) * self.plan.rounds - i * len(contenders) - contenders.index(contender)
-                left = f"; about {(time.perf_counter() - began) / done * rest:.0f} s left of this" if done else ""
-                say(f"{name} {task}, round {i + 1} of {self.plan.rounds}: {contender.name}{left}")
-                try:
-                    result = self.child(contender.program, request | contender.settings, contender.env, "-".join(key))
-                    self.found.records.append(Record(name, task, contender.name, i + 1, result))
-                except ChildDied as error:
-                    self.found.failures[key] = str(error)
-                    say(f"  {contender.name} is left out: {error}")
-                done += 1
+        turns = [(i + 1, contender) for i in range(self.plan.rounds) for contender in contenders]
+        began = time.perf_counter()
+        for done, (i, contender) in enumerate(turns):
+            key = (name, task, contender.name)
+            if key in self.found.failures:
+                continue
+            rest = (time.perf_counter() - began) * (len(turns) / done - 1) if done else None
+            left = f"; about {rest:.0f} s left of {name} {task}" if rest else ""
+            say(f"{name} {task}, round {i} of {self.plan.rounds}: {contender.name}{left}")
+            try:
+                result = self.child(contender.program, request | contender.settings, contender.env, "-".join(key))
+                self.found.records.append(Record(name, task, contender.name, i, result))
+            except ChildDied as error:
+                self.found.failures[key] = str(error)
+                say(f"  {contender.name} is left out: {error}")
         Path(request["weights"]).unlink()
 
     def measure_commands(self) -> None:
@@ -154,9 +154,10 @@ class Bench:
         minigpt = [sys.executable, "-m", __package__.split(".")[0]]
         train = [*minigpt, "train", str(place / "tiny.yaml"), "--run-dir", str(place / "tiny")]
         say("start-up of our own commands")
-        made = subprocess.run(train, env=env, capture_output=True, text=True)
+        made = subprocess.run(train, env=env, capture_output=True, encoding="utf-8", errors="replace")
         if made.returncode:
-            self.found.notes.append(f"no start-up of our commands: training failed: {made.stderr.strip()[-300:]}")
+            last = " ".join(made.stderr.split())[-300:]
+            self.found.notes.append(f"no start-up of our commands: training failed: {last}")
             return
         for title, arguments in {
             "minigpt --help": ["--help"],
@@ -180,6 +181,8 @@ def say(line: str) -> None:
 
 def bench_run(plan: Plan, out: Path | None, numbers: Path | None) -> None:
     """Measure, and print the tables; `out` takes them as Markdown, `numbers` the raw numbers as JSON."""
+    for path in filter(None, (out, numbers)):
+        check_writable(path)
     with tempfile.TemporaryDirectory(prefix="minigpt-bench-", ignore_cleanup_errors=True) as folder:
         bench = Bench(plan, Path(folder))
         try:
@@ -193,6 +196,15 @@ def bench_run(plan: Plan, out: Path | None, numbers: Path | None) -> None:
         write(out, text + "\n")
     if numbers is not None:
         write(numbers, json.dumps(raw(bench.found), indent=1) + "\n")
+
+
+def check_writable(path: Path) -> None:
+    """Before hours of measuring, not after."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    require(
+        folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir(),
+        f"cannot write {path}; choose the name of a file in a folder that can be written",
+    )
 
 
 def write(path: Path, text: str) -> None:
