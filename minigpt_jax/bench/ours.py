@@ -4,6 +4,7 @@ The argument says what to do; see run.py.
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -60,37 +61,29 @@ def train(request: dict) -> dict:
     steps, params = compile_steps(config), load_weights(request["weights"])
     state = TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train).init(params))
 
-    def call(first: int, n: int) -> np.ndarray:
-        nonlocal state
-        state, metrics = steps(state, pool[first], np.int32(n), np.int32(0))
-        return jax.device_get(metrics)["loss"][:n]
-
-    def stacked(step: int, n: int) -> mg.Batch:
-        ids = batch_ids(model, request["batch"], step, n).astype(np.int32)
+    def batches(first: int, n: int) -> mg.Batch:
+        """Of n <= K steps, the last one repeated to fill K."""
+        ids = batch_ids(model, request["batch"], first, n).astype(np.int32)
         ids = np.concatenate([ids, np.repeat(ids[-1:], K - n, axis=0)])
         return mg.Batch(ids[..., :-1], ids[..., 1:])
 
-    pool = {0: stacked(0, 1)}
+    def call(stacked: mg.Batch, n: int) -> list[float]:
+        nonlocal state
+        state, metrics = steps(state, stacked, np.int32(n), np.int32(0))
+        return jax.device_get(metrics)["loss"][:n].tolist()
+
+    first = batches(0, 1)
     began = time.perf_counter()
-    losses = list(call(0, 1))
+    losses = call(first, 1)
     first_call, since_start = time.perf_counter() - began, time.time() - request["spawned"]
-    pool |= {1 + i * K: stacked(1 + i * K, K) for i in range(POOL)}
-    calls = 0
-
-    def next_call() -> None:
-        nonlocal calls
-        new = call(1 + calls % POOL * K, K)
-        losses.extend(new if calls == 0 else [])
-        calls += 1
-
-    seconds, peak, check = timed(next_call, request["seconds"]), peak_mb(), losses[0]
+    pool = itertools.cycle([batches(1 + i * K, K) for i in range(POOL)])
+    seconds, peak, check = timed(lambda: losses.extend(call(next(pool), K)), request["seconds"]), peak_mb(), losses[0]
     if model != plain:  # the weights are compared in float32
-        first = jax.tree.map(lambda x: x[0], pool[0])
-        check = mg.loss(load_weights(request["weights"]), first, plain)
+        check = float(mg.loss(load_weights(request["weights"]), jax.tree.map(lambda x: x[0], first), plain))
     return {
         "step_s": [s / K for s in seconds],
-        "losses": [float(x) for x in losses],
-        "check_loss": float(check),
+        "losses": losses[: 1 + K],
+        "check_loss": check,
         "peak_mb": peak,
         "first_call_s": first_call,
         "first_s": since_start,

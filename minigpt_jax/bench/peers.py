@@ -6,6 +6,7 @@ run.py.
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -163,16 +164,8 @@ def train(request: dict) -> dict:
     began = time.perf_counter()
     losses = [step(*first)]
     first_call, since_start = time.perf_counter() - began, time.time() - request["spawned"]
-    pool, calls = batches(1, POOL * K), 0
-
-    def next_call() -> None:
-        nonlocal calls
-        at = calls % POOL * K
-        new = [step(*batch) for batch in pool[at : at + K]]
-        losses.extend(new if calls == 0 else [])
-        calls += 1
-
-    seconds = timed(next_call, request["seconds"])
+    pool = itertools.cycle([batches(1 + i * K, K) for i in range(POOL)])
+    seconds = timed(lambda: losses.extend([step(*batch) for batch in next(pool)]), request["seconds"])
     peak, check = peak_mb(), losses[0]
     if peer.bf16:  # the weights are compared in float32
         peer.load()
@@ -180,7 +173,7 @@ def train(request: dict) -> dict:
             check = peer.loss(*first).item()
     return {
         "step_s": [s / K for s in seconds],
-        "losses": losses,
+        "losses": losses[: 1 + K],
         "check_loss": check,
         "first_call_s": first_call,
         "first_s": since_start,

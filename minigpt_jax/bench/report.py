@@ -101,7 +101,7 @@ def _machine(found: Measurements) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in m["environment"].items()) or "nothing"
     return (
         f"{found.date}; {m['processor']}, {m['cores']} cores, {memory}{m['system']}; Python {m['python']}, {versions}. "
-        f"{found.plan.rounds} rounds of at least {found.plan.seconds:g} s; load average at the start {m['load']}. "
+        f"Rounds: {found.plan.rounds}, each of at least {found.plan.seconds:g} s; load average at the start: {m['load']}. "
         f"Set in the environment that can change speed: {settings}."
     )
 
