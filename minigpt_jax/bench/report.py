@@ -24,7 +24,8 @@ first loss is ours to 1e-3, a float32 row of generation only if its first 16 tok
   exceed 100 % in bfloat16.
 - `first step`, `first token`: seconds from the start of the process, imports and loading of weights among them; cold is
   the first round, which found no compiled program of its own kind, warm the median of the later ones.
-- `compile`: the first call of the first round, less one step. `loss differs by`: the largest difference over 9 steps.
+- `compile`: the first call of the first round, less one step (where nothing is compiled: warming up).
+- `loss differs by`: the largest difference over 9 steps.
 - `peak MB`: resident memory of the process, compilers in processes of their own not counted."""
 
 LEGEND = {
@@ -101,7 +102,8 @@ def _machine(found: Measurements) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in m["environment"].items()) or "nothing"
     return (
         f"{found.date}; {m['processor']}, {m['cores']} cores, {memory}{m['system']}; Python {m['python']}, {versions}. "
-        f"Rounds: {found.plan.rounds}, each of at least {found.plan.seconds:g} s; load average at the start: {m['load']}. "
+        f"Rounds: {found.plan.rounds}, each run at least {found.plan.seconds:g} s. "
+        f"Load average at the start: {m['load']}. "
         f"Set in the environment that can change speed: {settings}."
     )
 
