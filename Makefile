@@ -55,8 +55,9 @@ lint: $(INSTALLED) ## check style
 format: $(INSTALLED) ## mend style
 	@$(BIN)/ruff check --fix $(CODE) && $(BIN)/ruff format $(CODE)
 
-bench: $(INSTALLED) ## measure training, generation and what looking inside costs on this machine
-	@$(BIN)/python benchmarks/bench.py
+bench: $(INSTALLED) ## measure speed beside transformers (and NANOGPT=folder), an hour or two, and what looking inside costs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[parity]'
+	@$(BIN)/minigpt bench --configs S C C2 G G1k --rounds 5 $(if $(NANOGPT),--nanogpt "$(NANOGPT)") --out benchmarks/results.md
 	@$(BIN)/python benchmarks/inspecting.py --config S C
 
 clean: ## remove .venv and caches; runs/ stays

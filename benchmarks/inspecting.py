@@ -11,7 +11,6 @@ import time
 
 import jax
 import numpy as np
-from bench import CONFIGS
 
 import minigpt_jax as mg
 from minigpt_jax.train import compile_steps
@@ -26,7 +25,12 @@ GPT2 = mg.ModelConfig(
     positions="learned",
     attention_bias=True,
 )
-CONFIGS = CONFIGS | {"G": (GPT2, 4), "G1k": (dataclasses.replace(GPT2, context_len=1024), 4)}
+CONFIGS = {
+    "S": (mg.ModelConfig(), 32),
+    "C": (mg.ModelConfig(vocab_size=65, d_model=128, n_layers=4, context_len=64, ffn="gelu_tanh"), 12),
+    "G": (GPT2, 4),
+    "G1k": (dataclasses.replace(GPT2, context_len=1024), 4),
+}
 
 
 def batches(model: mg.ModelConfig, *axes: int) -> mg.Batch:

@@ -197,6 +197,46 @@ class Report:
         report_run(self.run_dir, self.prompt, self.out)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Training and generation speed on this machine, beside PyTorch's.
+
+    Peers are transformers (from the extra `parity`) and a nanoGPT checkout. All get the same weights and batches, each
+    run is a fresh process, and all run in turn. Progress goes to stderr, tables to stdout; Ctrl-C prints what there is.
+
+    Examples: `minigpt bench` takes some minutes; `minigpt bench --configs S --rounds 1 --peers none` is a first look;
+    `minigpt bench --configs S C C2 G G1k --nanogpt ../nanoGPT --out results.md` takes hours.
+    """
+
+    configs: tuple[str, ...] = ("S", "C", "C2")
+    """S: the course's Mini-GPT, T=32. C: nanoGPT's recipe for CPUs, T=64. C2: its character model, D=384 T=256.
+    G, G1k: GPT-2 124M at T=256 and T=1024, which need 4 GB of memory."""
+    rounds: int = 3
+    """How often each contender runs. Round one also measures compiling; ranges are over the rounds."""
+    seconds: float = 3.0
+    """How long a run repeats what it times, at least."""
+    tasks: tuple[str, ...] = ("train", "decode", "startup")
+    """What to measure: train, decode (S, C2 and G only), startup (our own commands)."""
+    peers: tuple[str, ...] = ("transformers", "nanogpt")
+    """Whom to measure beside us, or none."""
+    rows: tuple[str, ...] = ("eager", "eager-hook", "compiled", "compiled-hook", "bf16")
+    """Which settings of a peer: eager as installed; compiled (torch.compile, fused AdamW); both with -hook, which
+    answers the vendor check of PyTorch's matrix library on AMD processors; bf16 (compiled, hook)."""
+    nanogpt: Path | None = None
+    """The folder of a nanoGPT checkout (with model.py)."""
+    out: Path | None = None
+    """Write the tables to this Markdown file too."""
+    json: Path | None = None
+    """Write the raw numbers to this file."""
+
+    def run(self) -> None:
+        from .bench.plan import Plan
+        from .bench.run import bench_run
+
+        plan = Plan(self.configs, self.rounds, self.seconds, self.tasks, self.peers, self.rows, self.nanogpt)
+        bench_run(plan, self.out, self.json)
+
+
 COMMANDS = {
     "train": Train,
     "eval": Eval,
@@ -206,6 +246,7 @@ COMMANDS = {
     "lens": Lens,
     "neighbours": Neighbours,
     "report": Report,
+    "bench": Bench,
 }
 
 

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .checkpoint import Run, create_run, open_run
+from .compiled import keep_compiled_programs
 from .config import Config, Sampling
-from .data import Dataset, StreamDecoder, Windows, cache_dir, load_dataset, ngram_cross_entropy, read_text
+from .data import Dataset, StreamDecoder, Windows, load_dataset, ngram_cross_entropy, read_text
 from .decoding import stream
 from .errors import InputError, require
 from .inspect import param_table
@@ -29,11 +30,7 @@ from .inspect.pictures import plot_loss, plot_tied
 from .optimizer import describe_decay
 from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, train
 
-# Compiled programs outlive the process, so that the second command starts at once. JAX's own variables
-# JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false move it or switch it off.
-if not jax.config.jax_compilation_cache_dir:
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+keep_compiled_programs()
 
 NGRAM_ORDER = 3
 fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # POSIX only
