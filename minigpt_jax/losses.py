@@ -85,9 +85,15 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
         logits = forward(params, batch.tokens, config, dropout_key=dropout_key)
         return cross_entropy_sum(logits, batch.targets, batch.mask)
     check_params(params, config)
-    h = trunk(params, embed(params, batch.tokens, config), config, dropout_key=dropout_key)
+    if config.tied:
+        table = params["embed"]["embedding"]
+        fixed = {**params, "embed": {"embedding": jax.lax.stop_gradient(table)}}
+        x, table = _share(table, batch.tokens, embed(fixed, batch.tokens, config))
+        head = {"embed": {"embedding": table}}
+    else:
+        x, head = embed(params, batch.tokens, config), {name: params[name] for name in ("embed", "head")}
+    h = trunk(params, x, config, dropout_key=dropout_key)
     mask = jnp.ones(batch.targets.shape, bool) if batch.mask is None else batch.mask
-    head = {name: params[name] for name in (["embed"] if config.tied else ["embed", "head"])}
     spare = -N % chunk  # padding that no mask lets in
 
     def cut(x, *shape):
@@ -100,6 +106,29 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
 # Beyond so many logits (256 MB in float32) the loss works in chunks of so many (64 MB). At V = 50,257 and D = 768,
 # 4,096 positions then take a seventh of the memory and nine tenths of the time; 1,024 gain nothing.
 PLAIN_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 24
+
+
+@jax.custom_vjp
+def _share(table_VxD, tokens, x):
+    """x, the residual stream after the lookup, and the table for the head.
+
+    Backwards, the gradients of the rows that were looked up are added into the head's gradient of the table, where
+    autodiff would make a (V, D) array of zeros for them and then add the two.
+    """
+    return x, table_VxD.astype(wide(table_VxD.dtype))
+
+
+def _share_forward(table_VxD, tokens, x):
+    return _share(table_VxD, tokens, x), (tokens, jnp.zeros((), table_VxD.dtype))
+
+
+def _share_backward(kept, grads):
+    (tokens, like), (x_grad, table_grad_VxD) = kept, grads
+    table_grad_VxD = table_grad_VxD.at[tokens].add(x_grad.astype(table_grad_VxD.dtype))
+    return table_grad_VxD.astype(like.dtype), None, x_grad
+
+
+_share.defvjp(_share_forward, _share_backward)
 
 
 def _part(head, h_CxD, targets_C, mask_C, config: ModelConfig):
