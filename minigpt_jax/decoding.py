@@ -73,7 +73,10 @@ def _append(text: _Text, logits_BxV, fixed: _Fixed) -> _Text:
     real = jnp.arange(logits_BxV.shape[-1]) < fixed.vocab_limit  # rows of the table beyond it stand for no token
     logits_BxV = jnp.where(real[None], logits_BxV, -jnp.inf)
     to_draw = apply_filters(logits_BxV, fixed.filters, text.seen_BxV)
-    drawn_B = jax.random.categorical(jax.random.fold_in(fixed.key, text.end), to_draw)
+    if fixed.filters.temperature is None:
+        drawn_B = jnp.argmax(to_draw, axis=-1)
+    else:
+        drawn_B = jax.random.categorical(jax.random.fold_in(fixed.key, text.end), to_draw)
     new_B = jnp.where(text.stopped_B, fixed.stop_token, drawn_B).astype(text.ids_BxS.dtype)
     logprob_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BxV), drawn_B[:, None], axis=-1)[:, 0]
     logprob_B = jnp.where(text.stopped_B, 0, logprob_B).astype(text.logprobs_BxS.dtype)
