@@ -132,7 +132,8 @@ class ModelConfig(_Checked):
     """Dense layers multiply bfloat16 roundings of their float32 inputs and add up in float32: less exact, and faster
     where the processor multiplies bfloat16."""
     remat: bool = False
-    """Recompute each block in the backward pass: less memory, more time."""
+    """Recompute each block in the backward pass: less memory, more time. On a CPU that takes the compiler's
+    memory-optimized schedule, which the trainer asks for."""
 
     def check(self) -> None:
         self._at_least(1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "context_len")

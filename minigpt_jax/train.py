@@ -95,9 +95,12 @@ def compile_steps(config: Config):
     the first one would cost every step a tenth of its time. metrics["tied"] is that step's.
     """
     K, inspecting = config.train.steps_per_call, config.train.inspect_every > 0
+    # Of its own accord XLA starts a CPU's recomputations early, beside other work: they would save no memory.
+    slim = config.model.remat and jax.default_backend() == "cpu"
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if slim else None
     plain, inspected = make_train_step(config), make_train_step(config, inspect=True)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     def run(state: TrainState, batches_K: Batch, n: jax.Array, look: jax.Array):
         def one(i, carry, step):
             state, metrics_K, tied = carry

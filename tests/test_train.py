@@ -559,3 +559,18 @@ def test_a_model_that_sees_the_next_token_goes_below_the_entropy(monkeypatch):
         jax.clear_caches()  # else programs without a mask would serve later tests
         train_module.compile_steps.cache_clear()
     assert losses[-1] < floor - 0.1
+
+
+def test_remat_saves_memory_in_the_trainer_on_a_cpu():
+    """XLA's default schedule for CPUs would start the recomputations early and save nothing."""
+
+    def temporary(remat):
+        model = mg.ModelConfig(d_model=64, n_layers=8, context_len=128, remat=remat)
+        config = mg.Config(model=model, train=mg.TrainConfig(batch_size=32, steps_per_call=1))
+        ids = jax.ShapeDtypeStruct((1, 32, 128), jnp.int32)
+        run = train_module.compile_steps(config).lower(
+            abstract_state(config), mg.Batch(ids, ids), np.int32(1), np.int32(0)
+        )
+        return run.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(remat=True) < 0.8 * temporary(remat=False)  # 0.7 with 8 blocks; less with more
