@@ -61,7 +61,7 @@ class Measurements:
     failures: dict[tuple[str, str, str], str] = dataclasses.field(default_factory=dict)
     """(config, task, contender) -> why there is no row."""
     commands: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Seconds to the first byte of our own commands."""
+    """Seconds to the help's first byte, and to the first generated token."""
 
     @property
     def ceiling(self) -> float | None:
@@ -150,7 +150,7 @@ def _commands(found: Measurements) -> list[str]:
         [f"`{title}`", number(seconds[0], 2), number(median(seconds[1:]), 2)]
         for title, seconds in found.commands.items()
     ]
-    title = "## Our commands: seconds to the first byte"
+    title = "## Our commands: seconds to the help, and to the first generated token"
     return [title, markdown(["command", "cold", "warm"], rows)] if rows else []
 
 
