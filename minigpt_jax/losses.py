@@ -171,8 +171,11 @@ def loss(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk: int
     """Mean cross-entropy of `batch.targets` in nats, over the positions where `batch.mask` is True (default: all).
 
     The mask says which targets count, nothing else: padding on the right needs no more, since no real position sees a
-    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made. With
-    `chunk`, the logits of only so many positions exist at once: the same value and gradients in less memory.
+    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made.
+
+    With `chunk`, the logits of only so many positions exist at once: the same value and gradients in less memory. The
+    default cuts where there are more than `PLAIN_LOGITS` of them. Chunks know no forward mode (`jax.jvp` of the loss is
+    a TypeError, that of its gradient is not); a `chunk` of all positions, or more, gives the plain loss, which does.
     """
     return loss_sum(params, batch, config, dropout_key, chunk).mean()
 
