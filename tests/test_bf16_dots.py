@@ -81,7 +81,7 @@ def test_gradients_are_float32_and_near():
     exact, found = (leaf_paths(slope(params_of(PLAIN), a_batch(), config)) for config in (PLAIN, ROUNDED))
     for path, leaf in exact.items():
         assert found[path].dtype == jnp.float32
-        # Some ten roundings of 2^-9 forwards and backwards, in a gradient that is a difference of larger ones: a factor of
+        # Some ten roundings of 2^-9, in gradients that are differences of larger ones: a factor of
         # three over the largest distance seen. 1 is what a lost gradient has.
         assert 0 < np.linalg.norm(found[path] - leaf) < 2.0**-3 * np.linalg.norm(leaf), path
 
