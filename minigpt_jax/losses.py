@@ -86,9 +86,8 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
         return cross_entropy_sum(logits, batch.targets, batch.mask)
     check_params(params, config)
     if config.tied:
-        table = params["embed"]["embedding"]
-        fixed = {**params, "embed": {"embedding": jax.lax.stop_gradient(table)}}
-        x, table = _share(table, batch.tokens, embed(fixed, batch.tokens, config))
+        inputs = {name: params[name] for name in ("embed", "positions") if name in params}
+        x, table = _share(config, inputs, batch.tokens)
         head = {"embed": {"embedding": table}}
     else:
         x, head = embed(params, batch.tokens, config), {name: params[name] for name in ("embed", "head")}
@@ -108,24 +107,30 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
 PLAIN_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 24
 
 
-@jax.custom_vjp
-def _share(table_VxD, tokens, x):
-    """x, the residual stream after the lookup, and the table for the head.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _share(config: ModelConfig, inputs, tokens):
+    """The residual stream after the lookup, and the table for the head; `inputs` are the params that the lookup reads.
 
     Backwards, the gradients of the rows that were looked up are added into the head's gradient of the table, where
     autodiff would make a (V, D) array of zeros for them and then add the two.
     """
-    return x, table_VxD.astype(wide(table_VxD.dtype))
+    table_VxD = inputs["embed"]["embedding"]
+    return embed(inputs, tokens, config), table_VxD.astype(wide(table_VxD.dtype))
 
 
-def _share_forward(table_VxD, tokens, x):
-    return _share(table_VxD, tokens, x), (tokens, jnp.zeros((), table_VxD.dtype))
+def _share_forward(config, inputs, tokens):
+    # No call of `_share`, and no stop_gradient on the table: forward mode over the gradient, as in a product with the
+    # Hessian, could not pass the one and would lose a part at the other.
+    table_VxD = inputs["embed"]["embedding"]
+    others = {name: leaves for name, leaves in inputs.items() if name != "embed"}
+    x, pull = jax.vjp(lambda others: embed({**inputs, **others}, tokens, config), others)
+    return (x, table_VxD.astype(wide(table_VxD.dtype))), (tokens, pull, jnp.zeros((), table_VxD.dtype))
 
 
-def _share_backward(kept, grads):
-    (tokens, like), (x_grad, table_grad_VxD) = kept, grads
+def _share_backward(config, kept, grads):
+    (tokens, pull, like), (x_grad, table_grad_VxD) = kept, grads
     table_grad_VxD = table_grad_VxD.at[tokens].add(x_grad.astype(table_grad_VxD.dtype))
-    return table_grad_VxD.astype(like.dtype), None, x_grad
+    return {**pull(x_grad)[0], "embed": {"embedding": table_grad_VxD.astype(like.dtype)}}, None
 
 
 _share.defvjp(_share_forward, _share_backward)
@@ -171,8 +176,11 @@ def loss(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk: int
     """Mean cross-entropy of `batch.targets` in nats, over the positions where `batch.mask` is True (default: all).
 
     The mask says which targets count, nothing else: padding on the right needs no more, since no real position sees a
-    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made. With
-    `chunk`, the logits of only so many positions exist at once: the same value and gradients in less memory.
+    later one. `targets[t]` is the token that follows `tokens[t]`; the shift is made where batches are made.
+
+    With `chunk`, the logits of only so many positions exist at once: the same value and gradients in less memory. The
+    default cuts where there are more than `PLAIN_LOGITS` of them. Chunks know no forward mode (`jax.jvp` of the loss is
+    a TypeError, that of its gradient is not); a `chunk` of all positions, or more, gives the plain loss, which does.
     """
     return loss_sum(params, batch, config, dropout_key, chunk).mean()
 

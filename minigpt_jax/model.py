@@ -17,7 +17,7 @@ import numpy as np
 
 from .config import ModelConfig
 
-# Long sequences are attended in two blocks of queries, the first of which never looks at the second half's keys.
+# Long sequences are attended in four blocks of queries, none of which looks at the keys of later blocks.
 QUERY_BLOCKS_FROM, QUERY_BLOCKS = 256, 4
 
 

@@ -10,6 +10,16 @@ import numpy as np
 import minigpt_jax as mg
 
 
+def equations(jaxpr):
+    """Every equation of a jaxpr, those of inner functions too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 def float64(config: mg.ModelConfig) -> mg.ModelConfig:
     return dataclasses.replace(config, dtype="float64", param_dtype="float64")
 

@@ -200,6 +200,9 @@ def test_every_number_has_a_limit_here():
         (ModelConfig, {"d_model": 12}, "it must be even"),
         (TrainConfig, {"batch_size": 10, "accumulate": 4}, "batch_size is 10; it must be a multiple of accumulate = 4"),
         (TrainConfig, {"peak_lr": 1e-5}, "floor_lr"),
+        (ModelConfig, {"bf16_dots": True, "dtype": "bfloat16"}, "bf16_dots goes with dtype float32, not bfloat16"),
+        (ModelConfig, {"bf16_dots": True, "dtype": "float16"}, "bf16_dots goes with dtype float32, not float16"),
+        (ModelConfig, {"bf16_dots": True, "dtype": "float64"}, "bf16_dots goes with dtype float32, not float64"),
         (DataConfig, {"corpus": "text"}, "path"),
         (DataConfig, {"path": "a.txt"}, "path"),
         (DataConfig, {"corpus": "verbs"}, "word"),
@@ -227,7 +230,7 @@ def test_defaults_are_the_course_s():
     assert (m.norm, m.norm_eps, m.positions, m.rope_base, m.rope_pairs) == (
         "layernorm", 1e-5, "rope", 10000.0, "interleaved",
     )  # fmt: skip
-    assert (m.attention_bias, m.ffn_bias, m.tied, m.init_std) == (False, True, True, 0.02)
+    assert (m.attention_bias, m.ffn_bias, m.tied, m.init_std, m.bf16_dots) == (False, True, True, 0.02, False)
     assert (t.beta1, t.beta2, t.adam_eps, t.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
     assert (t.peak_lr, t.floor_lr, t.clip_norm, t.decay_embedding) == (3e-4, 3e-5, 1.0, True)
 
@@ -282,7 +285,9 @@ def test_the_shipped_configs_are_all_here():
     [
         Config(),
         Config(
-            ModelConfig(vocab_size=97, d_model=36, n_heads=6, n_kv_heads=2, d_ff=50, tied=False, dropout=1e-7),
+            ModelConfig(
+                vocab_size=97, d_model=36, n_heads=6, n_kv_heads=2, d_ff=50, tied=False, dropout=1e-7, bf16_dots=True
+            ),
             DataConfig("text", "a folder/ä: #1 'x' \"y\".txt", "byte", 300, 0.0),
             TrainConfig(clip_norm=None, peak_lr=1e-20, floor_lr=0.0, weight_decay=0.1 + 0.2, seed=2**31),
         ),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from models import equations
 
 import minigpt_jax as mg
 from minigpt_jax.model import rope
@@ -239,7 +240,7 @@ def test_padding_mask_equals_oracle(name, x64):
 
 @pytest.mark.parametrize("length", [256, 301])
 def test_long_sequences_equal_oracle(length, x64):
-    """From 256 on, queries are attended in two blocks: a wrong cut (an odd length too), mask or order shows here."""
+    """From 256 on, queries are attended in four blocks: a wrong cut (an odd length too), mask or order shows here."""
     config = with_options(d_model=8, n_heads=4, n_kv_heads=2, d_ff=4)
     params = random_params(config)
     tokens, targets = random_batch(config, (2, length))
@@ -406,7 +407,7 @@ def test_a_token_changes_nothing_before_it(positions, dtype, length):
     params = random_params(config)
     tokens, _ = random_batch(config, (length,))
     before = np.asarray(mg.forward(params, tokens, config))
-    for i in range(6) if length == 6 else (0, 149, 150, 299):  # long sequences are cut at 150
+    for i in range(6) if length == 6 else (0, 74, 75, 150, 224, 299):  # long sequences are cut at 75, 150 and 225
         changed = tokens.copy()
         changed[i] = (changed[i] + 1) % config.vocab_size
         after = np.asarray(mg.forward(params, changed, config))
@@ -659,8 +660,13 @@ def test_remat_is_another_program_with_the_same_results(x64):
     for remat in (False, True):
         config = with_options(remat=remat)
         slope = jax.value_and_grad(functools.partial(mg.loss, batch=batch, config=config))
-        text = str(jax.make_jaxpr(slope)(params))
-        assert ("remat" in text or "checkpoint" in text) == remat
+        names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(slope)(params).jaxpr)]
+        # One block: its GELU is recomputed either way. With remat so is the block, which holds the GELU: once where the
+        # block runs forwards, and once where it is recomputed.
+        assert sum("remat" in name or "checkpoint" in name for name in names) == (3 if remat else 1)
+        # Forward 8 products in the block and the head, backward 2 each; recomputed, the block's once more, but for the
+        # last one, whose result nobody needs.
+        assert names.count("dot_general") == (34 if remat else 27)
         results.append(quick_jit(slope)(params))
     (loss, grads), (remat_loss, remat_grads) = results
     # Recomputed, and perhaps fused otherwise: rounding only.
