@@ -90,7 +90,7 @@ def loss_sum(params, batch: Batch, config: ModelConfig, dropout_key=None, chunk:
         x, table = _share(config, inputs, batch.tokens)
         head = {"embed": {"embedding": table}}
     else:
-        x, head = embed(params, batch.tokens, config), {name: params[name] for name in ("embed", "head")}
+        x, head = embed(params, batch.tokens, config), {"head": params["head"]}
     h = trunk(params, x, config, dropout_key=dropout_key)
     mask = jnp.ones(batch.targets.shape, bool) if batch.mask is None else batch.mask
     spare = -N % chunk  # padding that no mask lets in
