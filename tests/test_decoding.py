@@ -172,14 +172,13 @@ def check_long(config, length, tolerance, every_logit=True):
         np.testing.assert_allclose(cached_logits(params, text, length, config), whole, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["rope", "rope_half_rmsnorm", "learned", "none_rmsnorm", "one_kv_head"])
+@pytest.mark.parametrize("kind", ["rope", "learned", "one_kv_head"])
 def test_512_greedy_tokens_in_float32(kind):
     check_long(dataclasses.replace(LONG, **LONG_KINDS[kind]), LENGTHS[1], 1e-5, every_logit=False)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_512_greedy_tokens_in_float64(length, x64):
-    check_long(float64(dataclasses.replace(LONG, **LONG_KINDS["two_kv_heads"])), length, 1e-12)
+def test_512_greedy_tokens_in_float64(x64):
+    check_long(float64(dataclasses.replace(LONG, **LONG_KINDS["two_kv_heads"])), LENGTHS[1], 1e-12)
 
 
 @pytest.mark.slow
