@@ -52,8 +52,8 @@ def nanogpt_names(leaves: dict[str, np.ndarray], n_layers: int) -> dict[str, np.
 
 
 def transformers_model(model: ModelConfig, folder: str | None):
-    """transformers' GPT-2 with its own choice of attention. Its GELU is torch's fused one, which is the same function
-    as the default and faster."""
+    """transformers' GPT-2 with its own choice of attention. Its GELU is torch's fused one, the same function as the
+    default."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

@@ -10,14 +10,15 @@ from .shapes import SHAPES
 from .table import Record, Row, decode_table, markdown, median, number, rows_of, summary_cells, train_table
 
 METHOD = """\
-Every run is a fresh process, one at a time, all contenders in turn (A B C A B C). Everything runs on the CPU, with each
-library's own number of threads. All get the same weights, batches of random tokens, and function: GPT-2's (learned
-positions, tanh GELU, biases, tied table, no dropout), whatever the config is called. A step is forward, mean
-cross-entropy, backward, clipping to a global norm of 1, AdamW (3e-4, 0.9, 0.95, 1e-8, decay 0.1 of matrices and
-tables), and reading the loss back; a time is that of {K} steps, which for us are one compiled call, as in
-`minigpt train`. Generation is greedy, of one text, behind a prompt of 16 tokens. A figure is the median of the rounds'
-medians; a ratio is taken within each round, then its median and [least, most]. A training row is shown only if its
-first loss is ours to 1e-3, a float32 row of generation only if its first 16 tokens are ours.
+Every run is a fresh process, one at a time, all contenders in turn (A B C A B C). Everything runs on the CPU, with
+each library's own number of threads, and with caches of compiled programs in a folder of this run's own. All get the
+same weights, batches of random tokens, and function: GPT-2's (learned positions, tanh GELU, biases, tied table, no
+dropout), whatever the config is called. A step is forward, mean cross-entropy, backward, clipping to a global norm of
+1, AdamW (3e-4, 0.9, 0.95, 1e-8, decay 0.1 of matrices and tables), and reading the loss back; a time is that of {K}
+steps, which for us are one compiled call, as in `minigpt train`. Generation is greedy, of one text, behind a prompt of
+16 tokens. A figure is the median of the rounds' medians; a ratio is taken within each round, then its median and
+[least, most]. A training row is shown only if its first loss is ours to 1e-3, a float32 row of generation only if its
+first 16 tokens are ours.
 
 - `of ceiling`: FLOPs of a step (3 times the forward pass: two for each weight of a matmul and token, the head among
   them; attention in full, not halved for causality) by time, over the fastest float32 matmul measured above. It may
@@ -35,8 +36,8 @@ LEGEND = {
     "hook": "PyTorch's matrix library (Intel's MKL) takes a slower path on processors that are not Intel's; here a "
     "preloaded one-line library (LD_PRELOAD, for this process alone) answers its question for the vendor with Intel. "
     "Rows without it are PyTorch as installed",
-    "transformers": "GPT2LMHeadModel with its default attention, and torch's fused tanh GELU, which is faster than its "
-    "default form of the same function",
+    "transformers": "GPT2LMHeadModel with its default attention, and torch's fused tanh GELU, the same function as its "
+    "default",
     "nanoGPT": "the `GPT` of the checkout's model.py, its GELU set to the tanh form; its own `generate`, with top_k=1, "
     "has no cache, so figures of generation against it measure the algorithm",
 }
