@@ -16,7 +16,7 @@ import pytest
 
 import minigpt_jax as mg
 from minigpt_jax.bench import contenders, machine, ours, run
-from minigpt_jax.bench.contenders import OURS, Contender, our_contenders, peer_contenders
+from minigpt_jax.bench.contenders import OURS, OURS_BF16, Contender, our_contenders, peer_contenders
 from minigpt_jax.bench.plan import Plan
 from minigpt_jax.bench.report import Measurements, raw, render
 from minigpt_jax.bench.shapes import SHAPES, batch_ids, gpt2_shaped, prompt_ids
@@ -279,7 +279,7 @@ def test_environment_of_a_child(monkeypatch, tmp_path):
     monkeypatch.setenv("LD_PRELOAD", "theirs.so")
     monkeypatch.setattr(run, "build_vendor_hook", lambda folder: (None, "no hook"))
     bench = run.Bench(Plan(("S",), 1, 1.0, ("train",), ("none",), ("eager",), None), tmp_path)
-    assert [c.name for c in bench.found.contenders] == [OURS] and bench.found.notes == []
+    assert [c.name for c in bench.found.contenders] == [OURS, OURS_BF16] and bench.found.notes == []
     env = bench.env({"LD_PRELOAD": "hook.so"}, "S-train-a, b")
     assert env["LD_PRELOAD"] == "hook.so:theirs.so" and "JAX_COMPILATION_CACHE_DIR" not in env
     assert env["MINIGPT_CACHE"] == env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "caches/S-train-a-b")
