@@ -12,7 +12,7 @@ from .config import ModelConfig, Sampling
 from .errors import InputError, InputTypeError, require
 from .functional import check_ids, check_params
 from .model import MiniGPT, wide
-from .sampling import Filters, apply_filters, filters_of
+from .sampling import Filters, draw, filters_of
 
 # Positions are int32, and the cache's size is the next power of two.
 MOST_SLOTS = 2**30
@@ -72,11 +72,7 @@ def _append(text: _Text, logits_BxV, fixed: _Fixed) -> _Text:
     """Draw each row's next token, or repeat the stop token where a row has ended."""
     real = jnp.arange(logits_BxV.shape[-1]) < fixed.vocab_limit  # rows of the table beyond it stand for no token
     logits_BxV = jnp.where(real[None], logits_BxV, -jnp.inf)
-    to_draw = apply_filters(logits_BxV, fixed.filters, text.seen_BxV)
-    if fixed.filters.temperature is None:
-        drawn_B = jnp.argmax(to_draw, axis=-1)
-    else:
-        drawn_B = jax.random.categorical(jax.random.fold_in(fixed.key, text.end), to_draw)
+    drawn_B = draw(jax.random.fold_in(fixed.key, text.end), logits_BxV, fixed.filters, text.seen_BxV)
     new_B = jnp.where(text.stopped_B, fixed.stop_token, drawn_B).astype(text.ids_BxS.dtype)
     logprob_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BxV), drawn_B[:, None], axis=-1)[:, 0]
     logprob_B = jnp.where(text.stopped_B, 0, logprob_B).astype(text.logprobs_BxS.dtype)

@@ -54,8 +54,9 @@ def rope(x_BxTxHxK: jax.Array, positions: jax.Array, config: ModelConfig) -> jax
 
 
 def text_positions(slots_T: jax.Array, pad_B: jax.Array | None = None) -> jax.Array:
-    """Positions in the text of the places in an array: the same, or (B, T) behind each row's padding on the left."""
-    return slots_T if pad_B is None else jnp.maximum(slots_T[None, :] - pad_B[:, None], 0)
+    """Positions in the text of the places in an array: the same, (1, T), or (B, T) behind each row's padding on the
+    left."""
+    return slots_T[None, :] if pad_B is None else jnp.maximum(slots_T[None, :] - pad_B[:, None], 0)
 
 
 def initial_std(path: str, shape: tuple[int, ...], config: ModelConfig) -> float:
@@ -161,7 +162,8 @@ class Attention(nn.Module):
             key_slots_S = jnp.arange(k_BxSxGxK.shape[1])
 
         # (B, T, heads, K) to (B, heads, T, K); the R = H / G query heads that read one key/value head lie one after the
-        # other, so that every product below is a batch of B * G plain matrices.
+        # other, so that every product below is a batch of B * G plain matrices, with no axis of size 1:
+        # XLA's kernels for CPUs are many times slower with one.
         R = c.n_heads // c.kv_heads
         q_BxGxRxTxK = (
             (q_BxTxHxK / math.sqrt(c.head_dim)).reshape(B, T, c.kv_heads, R, c.head_dim).transpose(0, 2, 3, 1, 4)
@@ -321,8 +323,7 @@ class MiniGPT(nn.Module):
         x_BxTxD = self.embed(jnp.where(ids_BxT < 0, self.config.vocab_size, ids_BxT))
         if self.config.positions == "learned":
             slots_T = offset + jnp.arange(tokens_BxT.shape[1])
-            vectors = self.positions(text_positions(slots_T, pad_B))
-            x_BxTxD = x_BxTxD + (vectors[None] if pad_B is None else vectors)
+            x_BxTxD = x_BxTxD + self.positions(text_positions(slots_T, pad_B))
         return x_BxTxD.astype(self.config.dtype)
 
     def trunk(self, x_BxTxD, mask_BxT=None, cache=None, offset=0, window=None, pad_B=None):

@@ -113,9 +113,7 @@ def filter_logits(logits: jax.Array, sampling: Sampling, seen: jax.Array | None 
 
 def apply_filters(logits: jax.Array, filters: Filters, seen: jax.Array | None) -> jax.Array:
     """`filter_logits` for traced values."""
-    logits = logits.astype(wide(logits.dtype))
-    if filters.repetition_penalty is not None:
-        logits = penalize_repetition(logits, seen, filters.repetition_penalty)
+    logits = _penalized(logits, filters, seen)
     if filters.temperature is None:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
         ids = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
@@ -127,3 +125,17 @@ def apply_filters(logits: jax.Array, filters: Filters, seen: jax.Array | None) -
     if filters.top_p is not None:
         logits = keep_top_p(logits, filters.top_p)
     return logits if filters.min_p is None else keep_min_p(logits, filters.min_p)
+
+
+def draw(key: jax.Array, logits: jax.Array, filters: Filters, seen: jax.Array | None) -> jax.Array:
+    """Ids (...) drawn from (..., V). Greedy text is the largest logit at once: no random numbers, one pass."""
+    if filters.temperature is None:
+        return jnp.argmax(_penalized(logits, filters, seen), axis=-1)
+    return jax.random.categorical(key, apply_filters(logits, filters, seen))
+
+
+def _penalized(logits: jax.Array, filters: Filters, seen: jax.Array | None) -> jax.Array:
+    logits = logits.astype(wide(logits.dtype))
+    if filters.repetition_penalty is None:
+        return logits
+    return penalize_repetition(logits, seen, filters.repetition_penalty)
