@@ -35,8 +35,9 @@ def run_child(program: str, request: dict, env: dict) -> dict:
     with subprocess.Popen(command, env=env, **pipes) as process:
         try:
             out, err = process.communicate()
-        except BaseException:  # Ctrl-C: the child goes before us
+        except BaseException:  # Ctrl-C: the child goes before us; after one, leaving the block would not wait for it
             process.kill()
+            process.wait()
             raise
     if process.returncode < 0:
         raise ChildDied(f"its process was killed by signal {-process.returncode}, as when memory runs out")
