@@ -39,8 +39,13 @@ def _key(config: TrainConfig, purpose: int) -> jax.Array:
 
 def init_state(config: Config) -> TrainState:
     """Fresh parameters from `config.train.seed`, and the optimizer's zeros."""
-    params = init(config.model, _key(config.train, 0))
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train).init(params))
+    return state_of(init(config.model, _key(config.train, 0)), config.train)
+
+
+def state_of(params, config: TrainConfig) -> TrainState:
+    """The state before the first update of `params`, wherever they come from: a fresh optimizer's."""
+    opt_state = jax.jit(make_optimizer(config).init)(params)  # one compilation, not one for every shape
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
 
 def abstract_state(config: Config) -> TrainState:

@@ -20,8 +20,7 @@ import minigpt_jax as mg
 
 from ..compiled import keep_compiled_programs
 from ..config import ModelConfig, Sampling
-from ..optimizer import make_optimizer
-from ..train import TrainState, compile_steps
+from ..train import compile_steps, state_of
 from ..trees import leaf_paths
 from .machine import peak_mb
 from .shapes import POOL, batch_ids, prompt_ids, run_config, timed
@@ -58,8 +57,7 @@ def train(request: dict) -> dict:
     model = dataclasses.replace(plain, **request["options"])
     config = run_config(model, request["batch"])
     K = config.train.steps_per_call
-    steps, params = compile_steps(config), load_weights(request["weights"])
-    state = TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train).init(params))
+    steps, state = compile_steps(config), state_of(load_weights(request["weights"]), config.train)
 
     def batches(first: int, n: int) -> mg.Batch:
         """Of n <= K steps, the last one repeated to fill K."""
