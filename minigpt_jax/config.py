@@ -186,12 +186,15 @@ class DataConfig(_Checked):
     """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, or the verb grammar's words."""
     bpe_vocab: int = 512
     """Vocabulary of the byte-pair encoding: 256 bytes and the merges."""
+    window: int | None = None
+    """T: tokens in a window of the text; default: the model's context_len."""
     val_fraction: float = 0.1
     """The tail of the text that is held out for evaluation."""
 
     def check(self) -> None:
         self._within(0, 1, "val_fraction")
         self._at_least(256, "bpe_vocab")
+        self._at_least(1, "window")
         verbs = self.corpus.startswith("verbs")
         require(
             (self.corpus == "text") == (self.path is not None),
@@ -314,6 +317,10 @@ class Config(_Checked):
     def check(self) -> None:
         t = self.train
         require(
+            self.window <= self.model.context_len,
+            f"DataConfig.window is {self.window}; it must be at most model.context_len = {self.model.context_len}",
+        )
+        require(
             self.model.tied or not (t.inspect_every or t.clip_head_gradient or t.lookup_gradient_scale != 1),
             "train.inspect_every, lookup_gradient_scale and clip_head_gradient are about the two uses of one table; "
             "this model is untied (tied: false): leave them out, or set inspect_every to 0 (--train.inspect-every 0)",
@@ -323,6 +330,11 @@ class Config(_Checked):
             "ModelConfig.param_dtype is float16; AdamW's epsilon is 0 there: train parameters in float32 or bfloat16 "
             "(model.dtype, the type of computation, may be float16)",
         )
+
+    @property
+    def window(self) -> int:
+        """T of training and evaluation."""
+        return self.data.window or self.model.context_len
 
 
 def config_from_dict(tree: Any, source: str = "config") -> Config:
