@@ -168,11 +168,12 @@ class Run:
             self._check_data(self._meta(manager, step), data_sha256)
 
     def _check_data(self, meta: dict, data_sha256: str | None) -> None:
-        require(
-            meta["data_sha256"] in (None, data_sha256),  # None: imported weights, trained on whatever it was
-            f"{self.path} was trained on other text (sha256 {meta['data_sha256'][:12]}..., now {data_sha256[:12]}...); "
-            "put the same text back, or start a new run",
-        )
+        trained = meta["data_sha256"]
+        if trained is not None and trained != data_sha256:  # None: imported weights, trained on whatever it was
+            raise InputError(
+                f"{self.path} was trained on other text (sha256 {trained[:12]}..., now {data_sha256[:12]}...); "
+                "put the same text back, or start a new run"
+            )
 
     def load_state(self, data_sha256: str) -> TrainState:
         """The whole training state, to go on from. Refuses to go on with other data."""

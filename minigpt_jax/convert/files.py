@@ -38,7 +38,7 @@ class StoredTensors(Mapping[str, "StoredTensor"]):
         for file in _files(folder):
             try:
                 with safe_open(file, "np") as opened:
-                    for name in opened.keys():  # noqa: SIM118  (not a dict)
+                    for name in opened.keys():
                         require(name not in self._places, f"{file}: {name} is in another shard too; fetch them again")
                         piece = opened.get_slice(name)
                         self._places[name] = StoredTensor(file, name, tuple(piece.get_shape()), piece.get_dtype())

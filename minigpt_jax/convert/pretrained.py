@@ -126,7 +126,7 @@ def _folder(folder: str | Path) -> Path:
     folder = Path(folder)
     require(
         folder.is_dir(),
-        f"{folder} is no folder; give one that holds {CONFIG} and safetensors, such as a downloaded snapshot of a model",
+        f"{folder} is no folder; give one that holds {CONFIG} and safetensors, such as a model's downloaded snapshot",
     )
     return folder
 
