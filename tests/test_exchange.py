@@ -238,6 +238,10 @@ def test_help_names_the_families(capsys):
     assert "GPT-NeoX" in capsys.readouterr().out
 
 
+def test_all_files_can_be_read_by_the_same_people(place):
+    assert len({file.stat().st_mode for file in (place / "gpt2").iterdir()}) == 1
+
+
 def test_config_json_says_what_transformers_reads(place):
     tree = json.loads((place / "llama" / "config.json").read_text())
     assert tree["architectures"] == ["LlamaForCausalLM"] and tree["tie_word_embeddings"] is True

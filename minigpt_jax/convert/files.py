@@ -5,6 +5,7 @@ this process's memory until the last tensor.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,7 +98,9 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     """One `model.safetensors`, in the order and with the metadata that transformers writes."""
     whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}  # else bytes in another order
     with replacing(folder / WEIGHTS) as file:
+        mode = os.fstat(file.fileno()).st_mode
         save_file(whole, file.name, metadata={"format": "pt"})
+        os.chmod(file.name, mode)  # which safetensors narrows to the owner alone
 
 
 def write_json(path: Path, tree: dict) -> None:
