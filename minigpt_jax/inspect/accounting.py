@@ -55,7 +55,7 @@ class ParamTable:
     @property
     def flops_per_token(self) -> int:
         """Forward FLOPs per token at context_len: 2 for each weight of a matmul, the head's V * D among them, and
-        4 T D a layer for scores and weighted sum, counted in full (not halved for causality)."""
+        4 T H K a layer for scores and weighted sum, counted in full (not halved for causality)."""
         c = self.config
         kernels = sum(row.count for row in self.rows if row.path.endswith("kernel"))
         return 2 * (kernels + self.embedding) + 4 * c.n_layers * c.context_len * c.n_heads * c.head_dim
