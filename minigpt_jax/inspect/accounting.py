@@ -68,11 +68,11 @@ class ParamTable:
         c = self.config
         rows = self.rows if every_leaf or len(self.rows) <= 60 else _folded(self.rows)
         width = max(len(row.path) for row in rows)
-        lines = [f"{'path':<{width}}  {'shape':>16}  {'parameters':>15}  {'bytes':>15}  used by"]
+        lines = [f"{'path':<{width}}  {'shape':>15}  {'parameters':>15}  {'bytes':>15}  used by"]
         for row in rows:
             shape = "x".join(map(str, row.shape))
             lines.append(
-                f"{row.path:<{width}}  {shape:>16}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}".rstrip()
+                f"{row.path:<{width}}  {shape:>15}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}".rstrip()
             )
 
         share = f"{self.embedding / max(self.total, self.other_total):.1%}"
