@@ -42,7 +42,7 @@ for i in dict.fromkeys(ids.tolist()):
 lens = mg.lens_table(params, ids, config, vocab_limit=V)
 print(f"\nthe next token after {prompt!r}, by layer:")
 for layer, ranked, shares in zip(lens.points, lens.top_ids[:, -1], lens.top_probs[:, -1], strict=True):
-    print(f"  {layer:>14}: " + ", ".join(f"{texts[j]!r} {p:.0%}" for j, p in zip(ranked, shares, strict=True)))
+    print(f"  {layer:>14}: " + ", ".join(f"{texts[j]!r} {p:.1%}" for j, p in zip(ranked, shares, strict=True)))
 
 if config.tied:
     batch = mg.Batch(ids[None, :-1], ids[None, 1:])
