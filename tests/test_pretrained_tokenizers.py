@@ -150,6 +150,7 @@ def gpt2_files():
 VOCAB, MERGES = gpt2_files()
 GPT2_LIKE = pretrained._from_merges(json.loads(VOCAB), MERGES, "vocab.json", END)
 TRAINED = BPETokenizer.train([PROSE * 3], 400)
+BEGINS = BPETokenizer(TRAINED.tokens, TRAINED.pattern, {"<s>": 400, END: 405}, bos_id=400, eos_id=405)
 GAPPED = BPETokenizer(TRAINED.tokens, TRAINED.pattern, {END: 405, "<pad>": 402}, eos_id=405)
 
 
@@ -282,6 +283,18 @@ def test_truncation_and_padding_of_the_file_are_left_out():
 def test_special_ids_come_from_the_files(tmp_path, name, files, bos, eos, pad):
     tokenizer = load_pretrained_tokenizer(make_folder(tmp_path, tokenizer__json=LIBRARY[name].to_str(), **files))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (bos, eos, pad)
+
+
+def test_a_strip_of_each_token_is_left_to_the_library():
+    tok = llama()
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
+    assert HFTokenizer(tok.to_str()).decode([267, 267, 260]) == tok.decode([267, 267, 260]) == "thethea"
+
+
+def test_merges_are_never_left_out():
+    tree = json.loads(LIBRARY["byte"].to_str())
+    tree["model"]["dropout"] = 1.0
+    assert HFTokenizer(json.dumps(tree)).encode(PROSE).tolist() == OURS["byte"].encode(PROSE).tolist()
 
 
 def test_the_begin_token_is_the_one_that_the_library_puts():
@@ -466,18 +479,19 @@ def test_gpt2_itself(real_gpt2, tmp_path):
 # Writing
 
 
-@pytest.mark.parametrize("ours", [GPT2_LIKE, TRAINED, GAPPED], ids=["gpt2", "trained", "gapped"])
+@pytest.mark.parametrize("ours", [GPT2_LIKE, TRAINED, GAPPED, BEGINS], ids=["gpt2", "trained", "gapped", "begins"])
 def test_a_byte_pair_encoding_as_tokenizer_json(ours, tmp_path):
     assert write_pretrained_tokenizer(ours, tmp_path) == []
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     known = [*range(len(ours.tokens)), *ours.specials.values()]
+    begin = [] if ours.bos_id is None else [ours.bos_id]
     assert sorted(library.get_vocab().values()) == sorted(known)
 
     @UNHURRIED
     @given(TEXTS)
     def same(text):
         library.encode_special_tokens = True
-        assert library.encode(text).ids == ours.encode(text).tolist()
+        assert library.encode(text).ids == [*begin, *ours.encode(text)]
 
     @UNHURRIED
     @given(st.lists(st.sampled_from(known), max_size=12))
@@ -486,12 +500,11 @@ def test_a_byte_pair_encoding_as_tokenizer_json(ours, tmp_path):
 
     same()
     same_texts()
-    assert library.encode(PROSE).ids == ours.encode(PROSE).tolist() != [*PROSE.encode()]
     library.encode_special_tokens = False
-    assert (library.encode(END).ids == [ours.eos_id]) == bool(ours.specials)
+    assert (library.encode(END).ids == [*begin, ours.eos_id]) == bool(ours.specials)
     back = load_pretrained_tokenizer(tmp_path)
     assert back.encode(PROSE).tolist() == ours.encode(PROSE).tolist()
-    assert (back.vocab_size, back.bos_id, back.eos_id) == (ours.vocab_size, None, ours.eos_id)
+    assert (back.vocab_size, back.bos_id, back.eos_id) == (ours.vocab_size, ours.bos_id, ours.eos_id)
 
 
 def test_tokens_that_are_no_merges_are_not_written(tmp_path):
@@ -527,21 +540,32 @@ def test_what_transformers_has_no_tokenizer_for(tmp_path):
         assert repr(tokenizer.kind) in note and "\n" not in note and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["byte", "llama", "metaspace"])
-def test_a_tokenizer_json_is_written_as_it_was_read(tmp_path, name):
+@pytest.mark.parametrize(("name", "more"), [("llama", {}), ("metaspace", {"bos_token": "a", "add_bos_token": True})])
+def test_a_tokenizer_json_is_written_as_it_was_read(tmp_path, name, more):
     content = json.dumps(json.loads(LIBRARY[name].to_str()), indent=3) + "\r\n"
-    source = make_folder(tmp_path / "a", tokenizer__json=content, tokenizer_config__json={"eos_token": "</s>"})
+    source = make_folder(tmp_path / "a", tokenizer__json=content, tokenizer_config__json={"eos_token": "</s>"} | more)
     tokenizer = load_pretrained_tokenizer(source)
-    assert write_pretrained_tokenizer(tokenizer, tmp_path / "b") == []
+    notes = write_pretrained_tokenizer(tokenizer, tmp_path / "b")
+    assert len(notes) == len(more) // 2 and all("put 'a' before a text" in note for note in notes)
     assert (tmp_path / "b/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes() == content.encode()
     assert load_pretrained_tokenizer(tmp_path / "b") == tokenizer
+    assert (
+        json.loads((tmp_path / "b/tokenizer_config.json").read_bytes())
+        == {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,  # transformers 4 would take blanks away before "." and ","
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+        }
+        | more
+    )
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["byte", "llama", "metaspace", "gpt2", "trained", "char"])
+@pytest.mark.parametrize("name", ["byte", "llama", "metaspace", "gpt2", "trained", "char", "begins"])
 def test_transformers_loads_what_was_written(tmp_path, name, capfd):
     transformers = pytest.importorskip("transformers", reason="the extra `parity` is not installed")
-    others = {"gpt2": GPT2_LIKE, "trained": TRAINED, "char": CharTokenizer(PROSE)}
+    others = {"gpt2": GPT2_LIKE, "trained": TRAINED, "char": CharTokenizer(PROSE), "begins": BEGINS}
     ends = {"byte": (340, 340), "llama": (1, 2), "metaspace": (None, 1)}
     ours = others.get(name) or HFTokenizer(OURS[name].json, *ends[name])
     write_pretrained_tokenizer(ours, tmp_path)

@@ -64,6 +64,8 @@ class HFTokenizer(Tokenizer):
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
+        if getattr(backend.model, "dropout", None):  # merges left out at random, for training
+            backend.model.dropout = None
         return backend
 
     def encode(self, text: str) -> np.ndarray:

@@ -173,12 +173,14 @@ def write_pretrained_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> list
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     config |= {name: texts[i] for name, i in special.items() if i in texts}
-    if "bos_token" in config:
-        config["add_bos_token"] = True
+    notes = []
+    if "bos_token" in config and isinstance(tokenizer, HFTokenizer) and tokenizer.first_id is None:
+        config["add_bos_token"] = True  # which load_pretrained_tokenizer reads, but not every class of transformers
+        notes.append(f"tokenizer.json puts no begin token; put {config['bos_token']!r} before a text for transformers")
     for name, content in (("tokenizer.json", text), ("tokenizer_config.json", json.dumps(config, indent=1))):
         with replacing(Path(folder) / name) as file:
             file.write(content.encode())
-    return []
+    return notes
 
 
 def _merges(tokens: tuple[bytes, ...]) -> list[tuple[bytes, bytes]] | None:
@@ -226,7 +228,19 @@ def _bpe_json(tokenizer: BPETokenizer, merges: list[tuple[bytes, bytes]]) -> dic
         "vocab": vocab | tokenizer.specials,
         "merges": [f"{written(a)} {written(b)}" for a, b in merges],
     }
-    return _library_json(model, pre_tokenizer, byte_level | {"use_regex": True}, tokenizer.specials)
+    tree = _library_json(model, pre_tokenizer, byte_level | {"use_regex": True}, tokenizer.specials)
+    begin = {i: text for text, i in tokenizer.specials.items()}.get(tokenizer.bos_id)
+    if begin is not None:
+        first = {"SpecialToken": {"id": begin, "type_id": 0}}
+        a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        ids = {begin: {"id": begin, "ids": [tokenizer.bos_id], "tokens": [begin]}}
+        tree["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first, a],
+            "pair": [first, a, first, b],
+            "special_tokens": ids,
+        }
+    return tree
 
 
 def _char_json(tokenizer: CharTokenizer) -> dict:
