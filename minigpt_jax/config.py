@@ -163,8 +163,9 @@ class DataConfig(Checked):
     """38 plays; the course's verb grammar (English with Spanish, or English alone); or a UTF-8 text file."""
     path: str | None = None
     """The text file, where corpus is text."""
-    tokenizer: Literal["char", "byte", "bpe", "word"] = "char"
-    """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, or the verb grammar's words."""
+    tokenizer: Literal["char", "byte", "bpe", "word", "pretrained"] = "char"
+    """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, the verb grammar's words, or the
+    tokenizer that came with imported weights."""
     bpe_vocab: int = 512
     """Vocabulary of the byte-pair encoding: 256 bytes and the merges."""
     window: int | None = None

@@ -291,9 +291,12 @@ def text_pieces(
 ) -> Iterator[str]:
     """Prompt and continuation as pieces of text, none of which ends within a character. `window` None is the training
     length where positions allow one."""
-    if prompt is None and tokenizer.bos_id is None:
-        prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
-    ids = prompt_ids(tokenizer, prompt or "")
+    if prompt is None and tokenizer.bos_id is None and tokenizer.eos_id is not None:
+        ids = [tokenizer.eos_id]  # as GPT-2 was trained: a text begins where the one before ends
+    else:
+        if prompt is None and tokenizer.bos_id is None:
+            prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
+        ids = prompt_ids(tokenizer, prompt or "")
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
     room = config.model.context_len - len(ids)

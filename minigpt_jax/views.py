@@ -47,7 +47,7 @@ PAGE_ROWS = 3000  # beyond, a page holds the neighbours of the most frequent tok
 
 def token_texts(tokenizer) -> list[str]:
     """The text of each id."""
-    return [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    return tokenizer.texts()
 
 
 def _show(text: str, data: dict, json_file: Path | None) -> None:

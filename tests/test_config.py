@@ -105,7 +105,7 @@ LITERALS = {
     (ModelConfig, "dtype"): ("float32", "bfloat16", "float16", "float64"),
     (ModelConfig, "param_dtype"): ("float32", "bfloat16", "float16", "float64"),
     (DataConfig, "corpus"): ("shakespeare", "verbs", "verbs_en", "text"),
-    (DataConfig, "tokenizer"): ("char", "byte", "bpe", "word"),
+    (DataConfig, "tokenizer"): ("char", "byte", "bpe", "word", "pretrained"),
 }
 
 
