@@ -168,10 +168,10 @@ class DataConfig(Checked):
     tokenizer that came with imported weights."""
     bpe_vocab: int = 512
     """Vocabulary of the byte-pair encoding: 256 bytes and the merges."""
-    window: int | None = None
-    """T: tokens in a window of the text; default: the model's context_len."""
     val_fraction: float = 0.1
     """The tail of the text that is held out for evaluation."""
+    window: int | None = None
+    """T: tokens in a window of the text; default: the model's context_len."""
 
     def check(self) -> None:
         self._within(0, 1, "val_fraction")
