@@ -73,6 +73,7 @@ def test_boolean_fields_take_booleans_only(cls, name, value):
     ("cls", "name"),
     [
         *[(ModelConfig, name) for name in ("n_kv_heads", "d_ff", "d_head", "rope_original_len")],
+        (DataConfig, "window"),
         *[(Sampling, name) for name in ("top_k", "top_p")],
     ],
 )
@@ -86,6 +87,15 @@ def test_an_optional_boolean_takes_nothing_else():
     for value in (0, 1, "true"):
         error = refusal(ModelConfig, out_bias=value)
         assert isinstance(error, InputTypeError) and f"ModelConfig.out_bias is {value!r}" in str(error)
+
+
+def test_windows_are_no_longer_than_the_context():
+    assert Config(ModelConfig(context_len=9)).window == 9
+    assert Config(ModelConfig(context_len=9), DataConfig(window=4)).window == 4
+    assert "window is 10; it must be at most model.context_len = 9" in str(
+        refusal(Config, model=ModelConfig(context_len=9), data=DataConfig(window=10))
+    )
+    assert "window is 0; it must be at least 1" in str(refusal(DataConfig, window=0))
 
 
 def test_path_takes_text_only():
@@ -118,7 +128,7 @@ def test_every_field_is_covered_here():
             optional
             == {
                 ModelConfig: {"n_kv_heads", "d_ff", "d_head", "rope_original_len", "out_bias"},
-                DataConfig: {"path"},
+                DataConfig: {"path", "window"},
                 TrainConfig: {"clip_norm"},
                 Sampling: {"top_k", "top_p", "min_p"},
             }[cls]

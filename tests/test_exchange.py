@@ -163,7 +163,7 @@ def test_nothing_is_overwritten(place, tmp_path, capsys):
 
 def test_the_course_s_model_has_no_family(tmp_path, capsys):
     config = mg.ModelConfig()
-    with pytest.raises(mg.InputError, match="no family of transformers has this model's options.*rope_pairs"):
+    with pytest.raises(mg.InputError, match=r"no family of transformers has this model's options.*rope_pairs"):
         mg.save_pretrained(tmp_path / "x", mg.init(config, jax.random.key(0)), config)
     assert not (tmp_path / "x").exists()
 
@@ -207,7 +207,7 @@ def test_no_tokenizer(place, tmp_path, capsys):
     assert config == GPT2
     assert main(["import", str(tmp_path / "bare"), str(tmp_path / "run")]) == 2
     assert "has no tokenizer" in told(capsys)
-    with pytest.raises(mg.InputError, match="no GPT-2's.*norm = 'rmsnorm'"):
+    with pytest.raises(mg.InputError, match=r"no GPT-2's.*norm = 'rmsnorm'"):
         mg.save_gpt2(tmp_path / "llama", noisy_params(LLAMA), LLAMA)
     with pytest.raises(mg.InputError, match="model_type 'llama', not gpt2"):
         mg.load_gpt2(place / "llama")
