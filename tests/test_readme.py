@@ -11,6 +11,8 @@ from models import write_gpt2
 
 import minigpt_jax as mg
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
