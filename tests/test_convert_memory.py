@@ -24,7 +24,7 @@ def status(field):
 small, large = sys.argv[1:]
 mg.load_pretrained(small)
 with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the high-water mark begins anew at what is held now; where that is forbidden it can only be higher
+    file.write("5")  # the high-water mark begins anew; where that is forbidden it can only be higher
 before = status("VmRSS")
 params, config, _ = mg.load_pretrained(large)
 jax.block_until_ready(params)
