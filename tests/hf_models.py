@@ -11,6 +11,7 @@ import transformers
 
 # Matrices this small are done before a second thread has woken up.
 torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
 
 # Nothing is left at a default of ours or of theirs, so that a field that the converter overlooks shows. No padding
 # token: torch gives its row of the table no gradient through the lookup.

@@ -50,6 +50,7 @@ def case(request, tmp_path_factory):
     model.save_pretrained(folder)
     params, config, tokenizer = mg.load_pretrained(folder)
     assert tokenizer is None
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, mg.init(config, jax.random.key(0)))
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (B, T + 1))
     return Case(request.param, model, folder, params, config, ids)
 
