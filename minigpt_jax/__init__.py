@@ -16,12 +16,14 @@ _HOMES = {
     "data": "Batch load_dataset",
     "tying": "assert_tied clip_head_gradient retie scale_lookup_gradient tie_gradients untie untied",
     "optimizer": "decay_mask learning_rate make_optimizer",
-    "train": "TrainState evaluate init_state make_train_step",
+    "train": "TrainState evaluate init_state make_train_step state_of",
     "sampling": "filter_logits",
     "decoding": "generate stream",
     "inspect": "LensTable TiedGradient init_probes interface_consistency lens_points lens_table load_probes logit_lens "
     "neighbours norms_by_frequency param_table save_probes tied_gradient tied_stats token_table train_probes "
     "tree_report",
+    "vocabulary": "resize_vocab",
+    "convert": "load_gpt2 load_pretrained save_gpt2 save_pretrained",
     "checkpoint": "Run open_run",
 }
 # No name may be that of a module: importing the module would put it in the name's place.

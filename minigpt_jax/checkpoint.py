@@ -17,6 +17,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -75,6 +76,14 @@ class Run:
         step = int(state.step)
         if step in self.steps():
             return
+        items = {"params": state.params, "opt_state": state.opt_state}
+        self._write(step, items, data_sha256)
+
+    def save_params(self, params) -> None:
+        """Write imported weights as the checkpoint of step 0: no optimizer, and no text that they were trained on."""
+        self._write(0, {"params": params}, None)
+
+    def _write(self, step: int, items: dict, data_sha256: str | None) -> None:
         meta = {
             "step": step,
             "config": dataclasses.asdict(self.config),
@@ -82,14 +91,10 @@ class Run:
             "data_sha256": data_sha256,
             "jax": jax.__version__,
         }
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            opt_state=ocp.args.StandardSave(state.opt_state),
-            meta=ocp.args.JsonSave(meta),
-        )
+        args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         try:
             with self._manager() as manager:
-                manager.save(step, args=items)
+                manager.save(step, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **args))
         except (OSError, ValueError) as error:  # ValueError is tensorstore's, for a full disk among others
             reason = " ".join(str(error).split())[:200]
             raise InputError(
@@ -162,15 +167,21 @@ class Run:
         with self._manager() as manager:
             self._check_data(self._meta(manager, step), data_sha256)
 
-    def _check_data(self, meta: dict, data_sha256: str) -> None:
-        require(
-            meta["data_sha256"] == data_sha256,
-            f"{self.path} was trained on other text (sha256 {meta['data_sha256'][:12]}..., now {data_sha256[:12]}...); "
-            "put the same text back, or start a new run",
-        )
+    def _check_data(self, meta: dict, data_sha256: str | None) -> None:
+        trained = meta["data_sha256"]
+        if trained is not None and trained != data_sha256:  # None: imported weights, trained on whatever it was
+            raise InputError(
+                f"{self.path} was trained on other text (sha256 {trained[:12]}..., now {data_sha256[:12]}...); "
+                "put the same text back, or start a new run"
+            )
 
     def load_state(self, data_sha256: str) -> TrainState:
         """The whole training state, to go on from. Refuses to go on with other data."""
+        require(
+            self.steps() != [0] or (self._checkpoint(0) / "opt_state").exists(),
+            f"{self.path} holds imported weights, which stay as they are; train a copy: "
+            f"minigpt train CONFIG --init {self.path}",
+        )
         abstract = abstract_state(self.config)
         restored, meta = self._newest(params=abstract.params, opt_state=abstract.opt_state)
         self._check_data(meta, data_sha256)
@@ -200,20 +211,27 @@ class Run:
         return records
 
 
-def create_run(path: str | Path, config: Config, tokenizer) -> Run:
-    """Make the directory, with config and tokenizer. Refuses one that holds a run: nothing is overwritten."""
+def create_run(path: str | Path, config: Config, tokenizer, save: Callable[[Run], None] = lambda run: None) -> Run:
+    """Make the directory, with config, tokenizer, and the checkpoint that `save` writes if any. Refuses one that holds
+    a run: nothing is overwritten."""
     path = Path(path)
     require(
         not (path / "config.yaml").exists(),
         f"{path} already holds a run; go on with it: minigpt train {path}; or choose another --run-dir",
     )
+    require(
+        not (path / "checkpoints").exists(),
+        f"{path} has checkpoints but no config.yaml: the making of a run was cut short; delete it, or choose another",
+    )
+    run = Run(path, config, tokenizer)
     try:
         path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(tokenizer, path / "tokenizer.json")
+        save(run)
         save_config(config, path / "config.yaml")  # last: with it the directory counts as a run
     except OSError as error:
         raise InputError(f"can't write the run directory {path}: {error.strerror}") from None
-    return Run(path, config, tokenizer)
+    return run
 
 
 def open_run(path: str | Path) -> Run:

@@ -51,11 +51,14 @@ class Train:
     """Train on this UTF-8 text file instead of the config's corpus."""
     run_dir: Path | None = None
     """Where to keep the run; default: runs/NAME of the config, numbered if taken."""
+    init: Path | None = None
+    """Start from the weights, the shape and the tokenizer of this run directory or Hugging Face folder (fine-tuning).
+    The config's context_len is then the length of the windows to train on."""
 
     def run(self) -> None:
         from .runs import train_run
 
-        train_run(self.options, self.config, self.text, self.run_dir)
+        train_run(self.options, self.config, self.text, self.run_dir, self.init)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +201,42 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
+class Import:
+    """Make a run directory of a Hugging Face checkpoint, for all other commands.
+
+    Families: GPT-2, Llama, Qwen2, Qwen3, Gemma, GPT-NeoX (Pythia), from config.json, safetensors and the tokenizer's
+    files. Neither torch nor transformers is needed.
+    """
+
+    folder: Annotated[Path, Positional, tyro.conf.arg(metavar="DIR")]
+    """A folder in Hugging Face's layout."""
+    run_dir: RunDir
+    """The run directory to make."""
+    tied: bool | None = None
+    """Whether one table serves both ends; default: what config.json says."""
+
+    def run(self) -> None:
+        from .exchange import import_run
+
+        import_run(self.folder, self.run_dir, self.tied)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run as a Hugging Face checkpoint, which transformers loads."""
+
+    run_dir: RunDir
+    """A run directory."""
+    folder: Annotated[Path, Positional, tyro.conf.arg(metavar="DIR")]
+    """The folder to write."""
+
+    def run(self) -> None:
+        from .exchange import export_run
+
+        export_run(self.run_dir, self.folder)
+
+
+@dataclasses.dataclass(frozen=True)
 class Bench:
     """Training and generation speed on this machine, beside PyTorch's.
 
@@ -246,6 +285,8 @@ COMMANDS = {
     "lens": Lens,
     "neighbours": Neighbours,
     "report": Report,
+    "import": Import,
+    "export": Export,
     "bench": Bench,
 }
 
@@ -279,8 +320,22 @@ def _config_named_in(arguments: list[str]) -> tuple[Path, Config]:
     return tyro.MISSING, Config()
 
 
+def _init_named_in(arguments: list[str]) -> Path | None:
+    """The value of --init, whose model gives the defaults of the model's options."""
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, _, value = argument.partition("=")
+        if name == "--init" and (value or following):
+            return Path(value or following)
+    return None
+
+
 def _parse(arguments: list[str]):
     path, config = _config_named_in(arguments[1:]) if arguments[:1] in (["train"], ["params"]) else (tyro.MISSING, None)
+    init = _init_named_in(arguments) if arguments[:1] == ["train"] else None
+    if init is not None:
+        from .exchange import starting_config
+
+        config = starting_config(init, config)
     defaults = {
         "train": lambda: Train(path, config),
         "params": lambda: Params(path, config.model),

@@ -8,80 +8,19 @@ Letters used for axes in the whole package (array names end in them, as in ``x_B
 """
 
 import dataclasses
-import math
-import numbers
-import types
-import typing
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from .errors import InputError, InputTypeError, nearest, replacing, require
-
-_KINDS = {int: "an int", float: "a number", bool: "true or false", str: "text"}
-
-
-def _checked_value(owner: str, name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type; YAML reads 1e-3 as a string, so a float field also takes a numeric string."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        require(
-            value in allowed,
-            f"{owner}.{name} is {value!r}; allowed: {', '.join(map(str, allowed))}{nearest(str(value), allowed)}",
-        )
-        return value
-    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)  # NumPy's integers too
-    if hint is float and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except (TypeError, ValueError):
-            pass
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, hint):
-            raise InputTypeError(f"{owner}.{name} is {value!r}; give a {hint.__name__}")
-        return value
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise InputTypeError(f"{owner}.{name} is {value!r} ({type(value).__name__}); give {_KINDS[hint]}")
-    require(hint is not float or math.isfinite(value), f"{owner}.{name} is {value}; give a finite number")
-    return value
-
-
-class _Checked:
-    """Checks every field's type and literal choices at construction; `check` then holds what needs two fields."""
-
-    def __post_init__(self):
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = _checked_value(type(self).__name__, field.name, getattr(self, field.name), hints[field.name])
-            object.__setattr__(self, field.name, value)
-        self.check()
-
-    def check(self) -> None: ...
-
-    def _at_least(self, low: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            require(
-                value is None or value >= low, f"{type(self).__name__}.{name} is {value}; it must be at least {low}"
-            )
-
-    def _within(self, low: float, high: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            require(low <= value < high, f"{type(self).__name__}.{name} is {value}; it must be in [{low}, {high})")
-
+from .errors import InputError, nearest, replacing, require
+from .fields import Checked
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(_Checked):
+class ModelConfig(Checked):
     """The shape and kind of the model. The defaults are the course's Mini-GPT: 103,680 parameters."""
 
     vocab_size: int = 64
@@ -91,7 +30,9 @@ class ModelConfig(_Checked):
     n_layers: int = 2
     """L: number of blocks."""
     n_heads: int = 4
-    """H: query heads; each is D / H wide."""
+    """H: query heads."""
+    d_head: int | None = None
+    """K: width of one head; default D / H."""
     n_kv_heads: int | None = None
     """G: key/value heads (grouped-query attention); default: as many as query heads."""
     d_ff: int | None = None
@@ -102,18 +43,39 @@ class ModelConfig(_Checked):
     """layernorm has scale and bias, rmsnorm only scale."""
     norm_eps: float = 1e-5
     """Added to the variance inside every norm."""
+    norm_unit_offset: bool = False
+    """RMSNorm multiplies by 1 + scale, and the scale starts at 0, as in Gemma."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before RoPE, with learned scales of K values, as in Qwen3."""
     ffn: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
     """gelu is the exact (erf) form, gelu_tanh GPT-2's approximation; swiglu and geglu are gated."""
     positions: Literal["rope", "learned", "none"] = "rope"
     """Rotary embedding of queries and keys, a learned table added to the embedding, or nothing."""
     rope_base: float = 10000.0
-    """Frequencies are rope_base ** (-2k / K)."""
+    """Frequencies are rope_base ** (-2k / K), K being the dimensions of a head that rotate."""
     rope_pairs: Literal["interleaved", "half"] = "interleaved"
     """Pair (2k, 2k+1) as in the RoFormer paper, or (k, k + K/2) as in Llama's released weights."""
+    rope_fraction: float = 1.0
+    """The first int(K * rope_fraction) dimensions of each head rotate, the rest pass through; GPT-NeoX has 0.25."""
+    rope_factor: float = 1.0
+    """Frequencies are divided by it, for longer texts: all of them (position interpolation, arXiv:2306.15595), or by
+    Llama 3.1's rule where rope_original_len is set."""
+    rope_original_len: int | None = None
+    """Llama 3.1's rule: only wavelengths that are long beside this training length are divided by rope_factor."""
+    rope_low_freq_factor: float = 1.0
+    """Wavelengths beyond rope_original_len / rope_low_freq_factor are divided in full."""
+    rope_high_freq_factor: float = 4.0
+    """Wavelengths below rope_original_len / rope_high_freq_factor stay; between the two, a linear mix."""
     attention_bias: bool = False
     """Biases on the query, key, value and output projections."""
+    out_bias: bool | None = None
+    """Bias on attention's output projection; default: as attention_bias. Qwen2 has the other three alone."""
     ffn_bias: bool = True
     """Biases on the feed-forward layer's projections."""
+    parallel_residual: bool = False
+    """y = x + attention(norm(x)) + ffn(norm(x)), as in GPT-NeoX: both read the same stream."""
+    scale_embedding: bool = False
+    """Looked-up rows are multiplied by sqrt(D), rounded to dtype, as in Gemma; the head's table is not."""
     tied: bool = True
     """One table for lookup and head. False gives a separate head of the same shape, for comparisons only."""
     init_std: float = 0.02
@@ -136,18 +98,32 @@ class ModelConfig(_Checked):
     memory-optimized schedule, which the trainer asks for."""
 
     def check(self) -> None:
-        self._at_least(1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "context_len")
+        self._at_least(1, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "context_len")
+        self._at_least(1, "rope_factor", "rope_original_len")
         require(
-            self.d_model % self.n_heads == 0,
-            f"ModelConfig.d_model is {self.d_model}; it must be a multiple of n_heads = {self.n_heads}",
+            self.d_head is not None or self.d_model % self.n_heads == 0,
+            f"ModelConfig.d_model is {self.d_model}; it must be a multiple of n_heads = {self.n_heads}, or set d_head",
         )
         require(
             self.n_heads % self.kv_heads == 0,
             f"ModelConfig.n_kv_heads is {self.n_kv_heads}; it must divide n_heads = {self.n_heads}",
         )
+        require(0 < self.rope_fraction <= 1, f"ModelConfig.rope_fraction is {self.rope_fraction}; it must be in (0, 1]")
         require(
-            self.positions != "rope" or self.head_dim % 2 == 0,
-            f"ModelConfig.d_model / n_heads is {self.head_dim}; RoPE rotates pairs, so it must be even",
+            self.positions != "rope" or (self.rope_dim >= 2 and self.rope_dim % 2 == 0),
+            f"ModelConfig: {self.rope_dim} of a head's {self.head_dim} dimensions rotate (d_model / n_heads or d_head, "
+            "times rope_fraction); RoPE rotates pairs, so it must be even and at least 2",
+        )
+        for name in ("rope_low_freq_factor", "rope_high_freq_factor"):
+            require(getattr(self, name) > 0, f"ModelConfig.{name} is {getattr(self, name)}; it must be above 0")
+        require(
+            self.rope_original_len is None or self.rope_high_freq_factor > self.rope_low_freq_factor,
+            f"ModelConfig.rope_high_freq_factor is {self.rope_high_freq_factor}; it must be above "
+            f"rope_low_freq_factor = {self.rope_low_freq_factor}",
+        )
+        require(
+            not self.norm_unit_offset or self.norm == "rmsnorm",
+            f"ModelConfig.norm_unit_offset goes with norm rmsnorm, not {self.norm}",
         )
         require(self.norm_eps > 0, f"ModelConfig.norm_eps is {self.norm_eps}; it must be above 0")
         require(self.rope_base > 1, f"ModelConfig.rope_base is {self.rope_base}; it must be above 1")
@@ -161,7 +137,12 @@ class ModelConfig(_Checked):
     @property
     def head_dim(self) -> int:
         """K."""
-        return self.d_model // self.n_heads
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+    @property
+    def rope_dim(self) -> int:
+        """How many dimensions of a head rotate."""
+        return int(self.head_dim * self.rope_fraction)
 
     @property
     def kv_heads(self) -> int:
@@ -175,23 +156,27 @@ class ModelConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(_Checked):
+class DataConfig(Checked):
     """What to train on, and how text becomes tokens."""
 
     corpus: Literal["shakespeare", "verbs", "verbs_en", "text"] = "shakespeare"
     """38 plays; the course's verb grammar (English with Spanish, or English alone); or a UTF-8 text file."""
     path: str | None = None
     """The text file, where corpus is text."""
-    tokenizer: Literal["char", "byte", "bpe", "word"] = "char"
-    """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, or the verb grammar's words."""
+    tokenizer: Literal["char", "byte", "bpe", "word", "pretrained"] = "char"
+    """Characters of the text, UTF-8 bytes, byte-pair encoding trained on the text, the verb grammar's words, or the
+    tokenizer that came with imported weights."""
     bpe_vocab: int = 512
     """Vocabulary of the byte-pair encoding: 256 bytes and the merges."""
     val_fraction: float = 0.1
     """The tail of the text that is held out for evaluation."""
+    window: int | None = None
+    """T: tokens in a window of the text; default: the model's context_len."""
 
     def check(self) -> None:
         self._within(0, 1, "val_fraction")
         self._at_least(256, "bpe_vocab")
+        self._at_least(1, "window")
         verbs = self.corpus.startswith("verbs")
         require(
             (self.corpus == "text") == (self.path is not None),
@@ -205,7 +190,7 @@ class DataConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(_Checked):
+class TrainConfig(Checked):
     """Optimizer, schedule and the trainer's rhythm. A step is one update of the parameters."""
 
     steps: int = 2000
@@ -277,7 +262,7 @@ class TrainConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling(_Checked):
+class Sampling(Checked):
     """How the next token is drawn. In this order: repetition penalty, temperature, top-k, top-p, min-p, draw."""
 
     temperature: float = 1.0
@@ -304,7 +289,7 @@ class Sampling(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_Checked):
+class Config(Checked):
     """A whole run: what `configs/*.yaml` hold and what every run directory keeps as `config.yaml`."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -313,6 +298,10 @@ class Config(_Checked):
 
     def check(self) -> None:
         t = self.train
+        require(
+            self.window <= self.model.context_len,
+            f"DataConfig.window is {self.window}; it must be at most model.context_len = {self.model.context_len}",
+        )
         require(
             self.model.tied or not (t.inspect_every or t.clip_head_gradient or t.lookup_gradient_scale != 1),
             "train.inspect_every, lookup_gradient_scale and clip_head_gradient are about the two uses of one table; "
@@ -323,6 +312,11 @@ class Config(_Checked):
             "ModelConfig.param_dtype is float16; AdamW's epsilon is 0 there: train parameters in float32 or bfloat16 "
             "(model.dtype, the type of computation, may be float16)",
         )
+
+    @property
+    def window(self) -> int:
+        """T of training and evaluation."""
+        return self.data.window or self.model.context_len
 
 
 def config_from_dict(tree: Any, source: str = "config") -> Config:

@@ -121,7 +121,8 @@ def _abstract_params(config: ModelConfig) -> dict:
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """Fresh parameters, a plain nested dict: matrices and the table as `model.initial_std` says, biases 0, scales 1.
+    """Fresh parameters, a plain nested dict: matrices and the table as `model.initial_std` says, biases 0, scales 1
+    (0 with norm_unit_offset).
 
     Drawn on the host by NumPy's Philox from the key's own bits, since compiling a draw for each leaf takes longer than
     training's first hundred steps. Under jit, vmap or eval_shape the same function is called back: same key, same bits
@@ -146,7 +147,8 @@ def _draw_params(config: ModelConfig, bits) -> dict:
         if std:
             value = std * rng.standard_normal(abstract.shape, np.float32)
         else:
-            value = np.full(abstract.shape, 1.0 if name.endswith("scale") else 0.0)
+            one = name.endswith("scale") and not config.norm_unit_offset
+            value = np.full(abstract.shape, 1.0 if one else 0.0)
         return value.astype(abstract.dtype, copy=False)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
@@ -166,7 +168,8 @@ def forward(params, tokens, config: ModelConfig, mask=None, dropout_key=None) ->
 
 
 def embed(params, tokens, config: ModelConfig) -> jax.Array:
-    """The start of the residual stream, (..., T, D): rows of the table, plus learned positions if any."""
+    """The start of the residual stream, (..., T, D): rows of the table (times sqrt(D) with scale_embedding), plus
+    learned positions if any."""
     tokens = check_tokens(tokens, config)
     check_context(tokens.shape[-1], config)
     return _apply(params, tokens, None, None, config=config, method="lookup")

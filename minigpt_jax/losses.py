@@ -12,7 +12,7 @@ from .config import ModelConfig
 from .data import Batch
 from .errors import require
 from .functional import _apply, check_ids, check_mask, check_params, check_tokens, embed, forward, trunk
-from .model import wide
+from .model import embedding_scaled, wide
 
 
 class LossSum(NamedTuple):
@@ -129,7 +129,8 @@ def _share_forward(config, inputs, tokens):
 
 def _share_backward(config, kept, grads):
     (tokens, pull, like), (x_grad, table_grad_VxD) = kept, grads
-    table_grad_VxD = table_grad_VxD.at[tokens].add(x_grad.astype(table_grad_VxD.dtype))
+    rows_grad = embedding_scaled(x_grad, config)  # a factor is its own transpose
+    table_grad_VxD = table_grad_VxD.at[tokens].add(rows_grad.astype(table_grad_VxD.dtype))
     return {**pull(x_grad)[0], "embed": {"embedding": table_grad_VxD.astype(like.dtype)}}, None
 
 

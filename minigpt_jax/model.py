@@ -13,9 +13,9 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .config import ModelConfig
+from .rotary import rope, text_positions
 
 # Long sequences are attended in four blocks of queries, none of which looks at the keys of later blocks.
 QUERY_BLOCKS_FROM, QUERY_BLOCKS = 256, 4
@@ -33,34 +33,9 @@ def visible(query_positions_T: jax.Array, key_positions_S: jax.Array, window: in
     return causal_TxS if window is None else causal_TxS & (distance_TxS < window)
 
 
-def rope(x_BxTxHxK: jax.Array, positions: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pair k turns by position * rope_base^(-2k/K).
-
-    Then <rope(q, m), rope(k, n)> depends on q, k and n - m alone. `positions` is (T,), or (B, T) where rows differ.
-    """
-    K = x_BxTxHxK.shape[-1]
-    dtype = wide(x_BxTxHxK.dtype)
-    frequency = np.power(config.rope_base, -np.arange(0, K, 2) / K)
-    angle_BxTxk = jnp.atleast_2d(positions).astype(dtype)[:, :, None] * frequency.astype(dtype)[None, None, :]
-    cos, sin = jnp.cos(angle_BxTxk)[:, :, None, :], jnp.sin(angle_BxTxk)[:, :, None, :]
-    x = x_BxTxHxK.astype(dtype)
-    if config.rope_pairs == "interleaved":
-        a, b = x[..., 0::2], x[..., 1::2]
-        rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-    else:
-        a, b = jnp.split(x, 2, axis=-1)
-        rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    return rotated.astype(x_BxTxHxK.dtype)
-
-
-def text_positions(slots_T: jax.Array, pad_B: jax.Array | None = None) -> jax.Array:
-    """Positions in the text of the places in an array: the same, (1, T), or (B, T) behind each row's padding on the
-    left."""
-    return slots_T[None, :] if pad_B is None else jnp.maximum(slots_T[None, :] - pad_B[:, None], 0)
-
-
 def initial_std(path: str, shape: tuple[int, ...], config: ModelConfig) -> float:
-    """Every leaf's init in one place: N(0, std^2) with this std; 0 means a constant (biases 0, scales 1).
+    """Every leaf's init in one place: N(0, std^2) with this std; 0 means a constant: biases 0, scales 1 (or 0, where
+    norm_unit_offset adds the 1).
 
     The course fixes only the table's 0.02. Kernels at 1/sqrt(fan_in) keep the stream's size at any width (LeCun et
     al. 1998) and train faster here than GPT-2's fixed 0.02; the smaller start of what writes to the residual stream
@@ -123,13 +98,37 @@ def _projection(config: ModelConfig, name: str, features: int, use_bias: bool) -
     )
 
 
-def _norm(config: ModelConfig) -> nn.Module:
-    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+class OffsetRMSNorm(nn.Module):
+    """RMS norm times 1 + scale, so that decay or a start at 0 leaves the norm plain (Gemma, arXiv:2403.08295)."""
+
+    epsilon: float
+    dtype: str
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x):
+        scale_D = self.param("scale", nn.initializers.zeros, x.shape[-1:], jnp.dtype(self.param_dtype))
+        unit = nn.RMSNorm(self.epsilon, use_scale=False, dtype=wide(self.dtype))(x)
+        factor_D = 1 + scale_D.astype(unit.dtype)  # in the wide type: 1 + scale in bfloat16 would lose a small scale
+        return (unit * jnp.expand_dims(factor_D, tuple(range(x.ndim - 1)))).astype(self.dtype)
+
+
+def _norm(config: ModelConfig, kind: str) -> nn.Module:
+    """Over the last axis; `kind` as config.norm."""
+    rms = OffsetRMSNorm if config.norm_unit_offset else nn.RMSNorm
+    norm = nn.LayerNorm if kind == "layernorm" else rms
     # One-pass variance, as in Flax: 1.15 times faster training at the Mini-GPT's size, and a mean of 30 standard
     # deviations would still cost only three of float32's seven digits.
     # Normalised again in the backward pass: a step of nanoGPT's character model takes 15 % less memory, 2 % less time.
-    kind = kind if config.remat else nn.remat(kind)
-    return kind(epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype)
+    norm = norm if config.remat else nn.remat(norm)
+    return norm(epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype)
+
+
+def embedding_scaled(x, config: ModelConfig):
+    """What was looked up, in `config.dtype` and times sqrt(D) in that dtype, where scale_embedding; else x itself."""
+    if not config.scale_embedding:
+        return x
+    return x.astype(config.dtype) * jnp.asarray(math.sqrt(config.d_model), config.dtype)
 
 
 class Attention(nn.Module):
@@ -142,7 +141,9 @@ class Attention(nn.Module):
         self.query = _projection(c, "query", c.n_heads * c.head_dim, c.attention_bias)
         self.key = _projection(c, "key", c.kv_heads * c.head_dim, c.attention_bias)
         self.value = _projection(c, "value", c.kv_heads * c.head_dim, c.attention_bias)
-        self.out = _projection(c, "out", c.d_model, c.attention_bias)
+        self.out = _projection(c, "out", c.d_model, c.attention_bias if c.out_bias is None else c.out_bias)
+        if c.qk_norm:
+            self.norm_query, self.norm_key = _norm(c, "rmsnorm"), _norm(c, "rmsnorm")
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, x_NxD, batch, slots_T, mask_BxT=None, cache=None, window=None, pad_B=None):
@@ -151,12 +152,14 @@ class Attention(nn.Module):
         q_BxTxHxK = self.query(x_NxD).reshape(B, T, c.n_heads, c.head_dim)
         k_BxSxGxK = self.key(x_NxD).reshape(B, T, c.kv_heads, c.head_dim)
         v_BxSxGxK = self.value(x_NxD).reshape(B, T, c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            q_BxTxHxK, k_BxSxGxK = self.norm_query(q_BxTxHxK), self.norm_key(k_BxSxGxK)
         if c.positions == "rope":
             positions = text_positions(slots_T, pad_B)
             q_BxTxHxK = rope(q_BxTxHxK, positions, c)
             k_BxSxGxK = rope(k_BxSxGxK, positions, c)
         key_slots_S = slots_T
-        if cache is not None:  # keys are cached after rotation, each in its own slot
+        if cache is not None:  # keys are cached after norm and rotation, each in its own slot
             start = (0, slots_T[0], 0, 0)
             k_BxSxGxK = jax.lax.dynamic_update_slice(cache["key"], k_BxSxGxK.astype(cache["key"].dtype), start)
             v_BxSxGxK = jax.lax.dynamic_update_slice(cache["value"], v_BxSxGxK.astype(cache["value"].dtype), start)
@@ -241,14 +244,17 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: z = x + attention(norm(x)); y = z + ffn(norm(z))."""
+    """Pre-norm: z = x + attention(norm(x)); y = z + ffn(norm(z)).
+
+    Parallel (Wang and Komatsuzaki 2021, GPT-J): y = z + ffn(norm(x)), so that neither waits for the other.
+    """
 
     config: ModelConfig
 
     def setup(self):
-        self.norm_attention = _norm(self.config)
+        self.norm_attention = _norm(self.config, self.config.norm)
         self.attention = Attention(self.config)
-        self.norm_ffn = _norm(self.config)
+        self.norm_ffn = _norm(self.config, self.config.norm)
         self.ffn = FeedForward(self.config)
         self.drop = nn.Dropout(self.config.dropout)
 
@@ -257,7 +263,8 @@ class Block(nn.Module):
         h_NxD = self.norm_attention(x_NxD)
         update_NxD, cache = self.attention(h_NxD, batch, slots_T, mask_BxT, cache, window, pad_B)
         z_NxD = x_NxD + self.drop(update_NxD, deterministic=deterministic)
-        y_NxD = z_NxD + self.drop(self.ffn(self.norm_ffn(z_NxD)), deterministic=deterministic)
+        read_NxD = x_NxD if self.config.parallel_residual else z_NxD
+        y_NxD = z_NxD + self.drop(self.ffn(self.norm_ffn(read_NxD)), deterministic=deterministic)
         return z_NxD, y_NxD, cache
 
 
@@ -307,7 +314,7 @@ class MiniGPT(nn.Module):
             self.positions = Positions(c)
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         self.block = [block(c) for _ in range(c.n_layers)]
-        self.norm_final = _norm(c)
+        self.norm_final = _norm(c, c.norm)
         if not c.tied:
             self.head = Head(c)
         self.drop = nn.Dropout(c.dropout)
@@ -317,12 +324,13 @@ class MiniGPT(nn.Module):
         return self.unembed(h_BxTxD)
 
     def lookup(self, tokens_BxT, offset=0, pad_B=None):
-        """Rows of the table, plus the learned positions if any: the start of the residual stream. See `trunk`."""
+        """The start of the residual stream: rows of the table, scaled if asked, plus learned positions if any."""
         chex.assert_rank(tokens_BxT, 2)
         chex.assert_type(tokens_BxT, int)
         # Flax gives NaN for an id past the table, and would wrap a negative one around.
         ids_BxT = tokens_BxT.astype(jnp.int32)
         x_BxTxD = self.embed(jnp.where(ids_BxT < 0, self.config.vocab_size, ids_BxT))
+        x_BxTxD = embedding_scaled(x_BxTxD, self.config)
         if self.config.positions == "learned":
             slots_T = offset + jnp.arange(tokens_BxT.shape[1])
             x_BxTxD = x_BxTxD + self.positions(text_positions(slots_T, pad_B))

@@ -25,10 +25,11 @@ from .config import Config, Sampling
 from .data import Dataset, StreamDecoder, Windows, load_dataset, ngram_cross_entropy, read_text
 from .decoding import stream
 from .errors import InputError, require
+from .exchange import starting_weights
 from .inspect import param_table
 from .inspect.pictures import plot_loss, plot_tied
 from .optimizer import describe_decay
-from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, train
+from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, state_of, train
 
 keep_compiled_programs()
 
@@ -139,7 +140,7 @@ def _printer(console: Console, per: str) -> Callable[[dict], None]:
     return show
 
 
-def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | None) -> None:
+def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | None, start: Path | None) -> None:
     """Start a run from a config, or go on with the run directory `source`; see `minigpt train --help`."""
     if text is not None:
         tokenizer = "char" if config.data.tokenizer == "word" else config.data.tokenizer
@@ -150,17 +151,24 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
     if (source / "config.yaml").is_file():
         require(run_dir in (None, source), f"{source} goes on where it is; leave out --run-dir")
+        require(start is None, f"{source} goes on with its own weights; leave out --init, or name a config file")
         run = open_run(source)
         require(
             config.model == run.config.model and (text is not None or config.data == run.config.data),
             f"{source} can't change its model or data when it goes on; change train options only, or start a new run",
         )
-        dataset, notes = load_dataset(config.data, config.model.context_len, run.tokenizer), []
+        dataset, notes = load_dataset(config.data, config.window, run.tokenizer), []
         run = dataclasses.replace(run, config=config)
     else:
-        dataset = load_dataset(config.data, config.model.context_len)
+        params, tokenizer = (None, None) if start is None else starting_weights(start, config.model)
+        dataset = load_dataset(config.data, config.window, tokenizer)
         config, notes = fit_vocabulary(config, dataset)
-        run = create_run(run_dir or _free_run_dir(source.stem), config, dataset.tokenizer)
+
+        def save(run: Run) -> None:  # at once: a run that is cut short must not go on from random weights
+            if params is not None:
+                run.save(state_of(params, config.train), dataset.text_sha256)
+
+        run = create_run(run_dir or _free_run_dir(source.stem), config, dataset.tokenizer, save)
     with _locked(run):
         _train(run, dataset, notes)
 
@@ -172,7 +180,8 @@ def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
     state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
     start = int(state.step)
     evaluated = any(r["kind"] == "eval" and r["step"] == start for r in run.metrics())
-    owed = start > 0 and dataset.val is not None and evaluation_due(start, config.train) and not evaluated
+    due = evaluation_due(start, config.train) if start else bool(run.steps())  # weights from elsewhere: how good?
+    owed = due and dataset.val is not None and not evaluated
     if start >= config.train.steps and not owed:
         more = f"minigpt train {run.path} --train.steps {2 * start}"
         console.print(f"already trained to step {start}; for more, at the rates of that longer schedule: {more}")
@@ -227,7 +236,7 @@ def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
 def eval_run(run_dir: Path, text: Path | None) -> None:
     """Print the loss on all held-out text, or on all of `text`, beside an n-gram of the training text."""
     run = open_run(run_dir)
-    config, tokenizer, T = run.config, run.tokenizer, run.config.model.context_len
+    config, tokenizer, T = run.config, run.tokenizer, run.config.window
     note = None
     try:
         dataset = load_dataset(config.data, T, tokenizer)
@@ -282,9 +291,12 @@ def text_pieces(
 ) -> Iterator[str]:
     """Prompt and continuation as pieces of text, none of which ends within a character. `window` None is the training
     length where positions allow one."""
-    if prompt is None and tokenizer.bos_id is None:
-        prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
-    ids = prompt_ids(tokenizer, prompt or "")
+    if prompt is None and tokenizer.bos_id is None and tokenizer.eos_id is not None:
+        ids = [tokenizer.eos_id]  # as GPT-2 was trained: a text begins where the one before ends
+    else:
+        if prompt is None and tokenizer.bos_id is None:
+            prompt = "\n" if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else tokenizer.decode([0])
+        ids = prompt_ids(tokenizer, prompt or "")
     if window is None and config.model.positions == "rope":
         window = config.model.context_len
     room = config.model.context_len - len(ids)

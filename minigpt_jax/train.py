@@ -188,7 +188,7 @@ def train(
     (`evaluate_first`). The state is donated: use the saved one. Order of batches and dropout depend on (seed, step)
     alone, so a resumed run equals an unbroken one bit for bit. Raises `InputError` where the loss is not finite.
     """
-    t, T = config.train, config.model.context_len
+    t, T = config.train, config.window
     run, step = compile_steps(config), int(state.step)
     eval_size = max(1, TOKENS_PER_CALL // T)
 

@@ -9,6 +9,18 @@ def leaf_paths(tree) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def nested(leaves: dict) -> dict:
+    """The inverse of `leaf_paths` for nested dicts."""
+    tree = {}
+    for path, leaf in leaves.items():
+        *folders, last = path.split("/")
+        folder = tree
+        for name in folders:
+            folder = folder.setdefault(name, {})
+        folder[last] = leaf
+    return tree
+
+
 def tree_differences(expected, given, where: str, limit: int = 5) -> list[str]:
     """What keeps `given`, a tree in `where`, from being used as `expected`: a phrase for each leaf that is missing,
     unknown, or of another shape or dtype."""

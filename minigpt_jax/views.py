@@ -47,7 +47,7 @@ PAGE_ROWS = 3000  # beyond, a page holds the neighbours of the most frequent tok
 
 def token_texts(tokenizer) -> list[str]:
     """The text of each id."""
-    return [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    return tokenizer.texts()
 
 
 def _show(text: str, data: dict, json_file: Path | None) -> None:
@@ -64,7 +64,7 @@ def _show(text: str, data: dict, json_file: Path | None) -> None:
 
 def _batch(run: Run, text: Path | None, dataset: Dataset | None):
     """A batch to take gradients on, as large as an evaluation's, and what it is."""
-    T = run.config.model.context_len
+    T = run.config.window
     if text is not None:
         tokens = run.tokenizer.encode(read_text(text))
         require(len(tokens) >= 2, f"{text} has {len(tokens)} tokens; a gradient needs at least 2")
@@ -86,7 +86,7 @@ def grads_run(run_dir: Path, text: Path | None, rows: int, json_file: Path | Non
     require(rows >= 0, f"--rows is {rows}; it must be at least 0")
     run = open_run(run_dir)
     config, texts = run.config.model, token_texts(run.tokenizer)
-    dataset = None if text else load_dataset(run.config.data, config.context_len, run.tokenizer)
+    dataset = None if text else load_dataset(run.config.data, run.config.window, run.tokenizer)
     params, step = run.load_params(dataset.text_sha256 if dataset else None)
     batch, source = _batch(run, text, dataset)
     split = _tied_gradient(params, batch, config=config)
@@ -142,9 +142,9 @@ def _probes(run: Run, params, step: int, inside: bool, steps: int | None) -> dic
         if probes is not None:
             return probes
         print(f"{why}; training new ones", file=sys.stderr)
-    dataset = load_dataset(run.config.data, config.context_len, run.tokenizer)
+    dataset = load_dataset(run.config.data, run.config.window, run.tokenizer)
     run.check_text(step, dataset.text_sha256)
-    windows, steps = max(1, TOKENS_PER_CALL // (4 * config.context_len)), 300 if steps is None else steps
+    windows, steps = max(1, TOKENS_PER_CALL // (4 * run.config.window)), 300 if steps is None else steps
     limit = run.tokenizer.vocab_size
     progress = train_probes(params, dataset.train, config, steps, windows, inside=inside, vocab_limit=limit)
     terminal = Console(stderr=True)
@@ -250,7 +250,7 @@ def report_data(run: Run, prompt: str | None) -> dict:
     config, texts = run.config.model, token_texts(run.tokenizer)
     V, notes, dataset = len(texts), [], None
     try:
-        dataset = load_dataset(run.config.data, config.context_len, run.tokenizer)
+        dataset = load_dataset(run.config.data, run.config.window, run.tokenizer)
     except InputError as error:
         notes.append(f"without gradient and frequencies: {error}")
     params, step = run.load_params(dataset.text_sha256 if dataset else None)

@@ -79,43 +79,65 @@ def linear_back(d_y_TxO, x_TxI, weights, grads):
     return d_y_TxO @ weights["kernel"].T
 
 
-def norm(x_TxD, weights, config):
+def norm_factor(weights, config, kind):
+    """What the norm multiplies by."""
+    return 1.0 + weights["scale"] if kind == "rmsnorm" and config.norm_unit_offset else weights["scale"]
+
+
+def norm(x_TxD, weights, config, kind=None):
     """Layer norm, or RMS norm: no mean taken off, and no bias."""
-    if config.norm == "layernorm":
+    kind = kind or config.norm
+    if kind == "layernorm":
         centred = x_TxD - x_TxD.mean(axis=-1, keepdims=True)
         variance = (centred**2).mean(axis=-1, keepdims=True)  # biased: divided by D, not D - 1
         return centred / np.sqrt(variance + config.norm_eps) * weights["scale"] + weights["bias"]
     mean_square = (x_TxD**2).mean(axis=-1, keepdims=True)
-    return x_TxD / np.sqrt(mean_square + config.norm_eps) * weights["scale"]
+    return x_TxD / np.sqrt(mean_square + config.norm_eps) * norm_factor(weights, config, kind)
 
 
-def norm_back(d_y_TxD, x_TxD, weights, config, grads):
-    centred = x_TxD - x_TxD.mean(axis=-1, keepdims=True) if config.norm == "layernorm" else x_TxD
+def norm_back(d_y_TxD, x_TxD, weights, config, grads, kind=None):
+    kind = kind or config.norm
+    centred = x_TxD - x_TxD.mean(axis=-1, keepdims=True) if kind == "layernorm" else x_TxD
     std = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
     unit = centred / std
     grads["scale"] += (d_y_TxD * unit).sum(axis=0)
-    d_unit = d_y_TxD * weights["scale"]
+    d_unit = d_y_TxD * norm_factor(weights, config, kind)
     # d std / d centred_j = centred_j / (D * std), hence the part along `unit` that is taken off.
     d_centred = (d_unit - unit * (d_unit * unit).mean(axis=-1, keepdims=True)) / std
-    if config.norm == "layernorm":
+    if kind == "layernorm":
         grads["bias"] += d_y_TxD.sum(axis=0)
         return d_centred - d_centred.mean(axis=-1, keepdims=True)
     return d_centred
 
 
+def scaled_frequency(frequency, config):
+    """Frequencies for texts longer than those of training: all divided, or by Llama 3.1's rule."""
+    if config.rope_original_len is None:
+        return frequency / config.rope_factor
+    wavelength = 2.0 * math.pi / frequency
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if wavelength > config.rope_original_len / low:
+        return frequency / config.rope_factor
+    if wavelength < config.rope_original_len / high:
+        return frequency
+    smooth = (config.rope_original_len / wavelength - low) / (high - low)
+    return (1.0 - smooth) * frequency / config.rope_factor + smooth * frequency
+
+
 def rope_pairs(width, config):
-    """Which two columns turn together: a list of (first, second, frequency)."""
-    half = width // 2
+    """Which two columns turn together: a list of (first, second, frequency). The last columns may be in none."""
+    turning = int(width * config.rope_fraction)
+    half = turning // 2
     pairs = []
     for k in range(half):
         first, second = (2 * k, 2 * k + 1) if config.rope_pairs == "interleaved" else (k, k + half)
-        pairs.append((first, second, config.rope_base ** (-2.0 * k / width)))
+        pairs.append((first, second, scaled_frequency(config.rope_base ** (-2.0 * k / turning), config)))
     return pairs
 
 
 def rotate(x_TxK, config, direction=1.0):
     """RoPE of one head: row t turns by t times the frequency. `direction` -1 turns back, which is the transpose too."""
-    out_TxK = np.empty_like(x_TxK)
+    out_TxK = x_TxK.copy()
     time_T = np.arange(x_TxK.shape[0])
     for first, second, frequency in rope_pairs(x_TxK.shape[1], config):
         cos_T = np.cos(direction * time_T * frequency)
@@ -146,7 +168,7 @@ def head_slices(config):
     """For each query head: its columns, and those of the key/value head that it shares with its group."""
     heads = config.n_heads
     kv_heads = heads if config.n_kv_heads is None else config.n_kv_heads
-    width = config.d_model // heads
+    width = config.d_model // heads if config.d_head is None else config.d_head
     for head in range(heads):
         shared = head // (heads // kv_heads)
         yield slice(head * width, (head + 1) * width), slice(shared * width, (shared + 1) * width)
@@ -159,6 +181,9 @@ def attention(x_TxD, weights, config, mask_T):
     per_head = []
     for own, shared in head_slices(config):
         q_TxK, k_TxK, v_TxK = q_all[:, own], k_all[:, shared], v_all[:, shared]
+        if config.qk_norm:
+            q_TxK = norm(q_TxK, weights["norm_query"], config, "rmsnorm")
+            k_TxK = norm(k_TxK, weights["norm_key"], config, "rmsnorm")
         if config.positions == "rope":
             q_TxK, k_TxK = rotate(q_TxK, config), rotate(k_TxK, config)
         scores_TxT = q_TxK @ k_TxK.T / math.sqrt(q_TxK.shape[1])
@@ -181,6 +206,9 @@ def attention_back(d_y_TxD, x_TxD, weights, config, saved, grads):
         d_q, d_k = d_scores @ k_TxK, d_scores.T @ q_TxK
         if config.positions == "rope":
             d_q, d_k = rotate(d_q, config, -1.0), rotate(d_k, config, -1.0)
+        if config.qk_norm:
+            d_q = norm_back(d_q, q_all[:, own], weights["norm_query"], config, grads["norm_query"], "rmsnorm")
+            d_k = norm_back(d_k, k_all[:, shared], weights["norm_key"], config, grads["norm_key"], "rmsnorm")
         d_q_all[:, own] += d_q
         d_k_all[:, shared] += d_k  # heads of a group add up
         d_v_all[:, shared] += weights_TxT.T @ d_mixed
@@ -212,9 +240,13 @@ def feed_forward_back(d_y_TxD, x_TxD, weights, config, grads):
 # The whole model, one row of the batch at a time.
 
 
+def lookup_factor(config):
+    return math.sqrt(config.d_model) if config.scale_embedding else 1.0
+
+
 def _row_forward(params, tokens_T, config, mask_T):
     """Logits (T, V) of one row; what its reverse pass needs; its residual stream by name."""
-    x_TxD = params["embed"]["embedding"][tokens_T]
+    x_TxD = lookup_factor(config) * params["embed"]["embedding"][tokens_T]
     if config.positions == "learned":
         x_TxD = x_TxD + params["positions"]["table"][: len(tokens_T)]
     stream = {"embed": x_TxD}
@@ -224,7 +256,8 @@ def _row_forward(params, tokens_T, config, mask_T):
         normed_TxD = norm(x_TxD, block["norm_attention"], config)
         attended_TxD, attention_saved = attention(normed_TxD, block["attention"], config, mask_T)
         z_TxD = x_TxD + attended_TxD
-        y_TxD = z_TxD + feed_forward(norm(z_TxD, block["norm_ffn"], config), block["ffn"], config)
+        read_TxD = x_TxD if config.parallel_residual else z_TxD
+        y_TxD = z_TxD + feed_forward(norm(read_TxD, block["norm_ffn"], config), block["ffn"], config)
         saved.append((x_TxD, z_TxD, attention_saved))
         stream[f"block_{i}/attention"] = z_TxD
         stream[f"block_{i}/ffn"] = y_TxD
@@ -311,9 +344,12 @@ def backward(params, tokens, targets, config, mask=None, padding=None):
         for i in reversed(range(config.n_layers)):
             block, block_grads = params[f"block_{i}"], grads[f"block_{i}"]
             x_TxD, z_TxD, attention_saved = saved[i]
-            normed_TxD = norm(z_TxD, block["norm_ffn"], config)
+            read_TxD = x_TxD if config.parallel_residual else z_TxD
+            normed_TxD = norm(read_TxD, block["norm_ffn"], config)
             d_normed = feed_forward_back(d_x_TxD, normed_TxD, block["ffn"], config, block_grads["ffn"])
-            d_z_TxD = d_x_TxD + norm_back(d_normed, z_TxD, block["norm_ffn"], config, block_grads["norm_ffn"])
+            d_read_TxD = norm_back(d_normed, read_TxD, block["norm_ffn"], config, block_grads["norm_ffn"])
+            # What the feed-forward layer read is z; or x, which attention's branch knows nothing of.
+            d_z_TxD = d_x_TxD if config.parallel_residual else d_x_TxD + d_read_TxD
             normed_TxD = norm(x_TxD, block["norm_attention"], config)
             d_normed = attention_back(
                 d_z_TxD, normed_TxD, block["attention"], config, attention_saved, block_grads["attention"]
@@ -321,10 +357,12 @@ def backward(params, tokens, targets, config, mask=None, padding=None):
             d_x_TxD = d_z_TxD + norm_back(
                 d_normed, x_TxD, block["norm_attention"], config, block_grads["norm_attention"]
             )
+            if config.parallel_residual:
+                d_x_TxD = d_x_TxD + d_read_TxD
         if config.positions == "learned":
             grads["positions"]["table"][: len(tokens_T)] += d_x_TxD
         for t, token in enumerate(tokens_T):
-            lookup_VxD[token] += d_x_TxD[t]
+            lookup_VxD[token] += lookup_factor(config) * d_x_TxD[t]
     grads["embed"]["embedding"] = lookup_VxD + head_VxD if config.tied else lookup_VxD.copy()
     if not config.tied:
         grads["head"]["embedding_out"] = head_VxD.copy()

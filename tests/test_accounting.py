@@ -26,7 +26,7 @@ def leaf_count(tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-# Totals. GPT-2's and Llama 2's are those of the released weights.
+# Totals. Those with a released model's name are those of its weights.
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,13 @@ def leaf_count(tree) -> int:
         ("minigpt_v512", 131_392, 32_768, 164_160),
         ("gpt2", 124_439_808, 38_597_376, 163_037_184),
         ("llama2_7b", 6_738_415_616, 131_072_000, 6_607_343_616),
+        ("smollm2_135m", 134_515_008, 28_311_552, 162_826_560),
+        ("llama3_2_1b", 1_235_814_400, 262_668_288, 1_498_482_688),
+        ("llama3_2_3b", 3_212_749_824, 394_002_432, 3_606_752_256),
+        ("qwen2_5_0_5b", 494_032_768, 136_134_656, 630_167_424),
+        ("qwen3_0_6b", 596_049_920, 155_582_464, 751_632_384),
+        ("gemma_2b", 2_506_172_416, 524_288_000, 3_030_460_416),
+        ("pythia_160m", 162_322_944, 38_633_472, 123_689_472),
     ],
 )
 def test_totals_to_the_digit(name, total, embedding, other):
@@ -80,6 +87,27 @@ def test_ten_tokens_of_width_four_by_hand():
     assert param_table(learned).total == 276 + 8 * 4 + 4 * 4
 
 
+def test_wide_heads_and_small_leaves_by_hand():
+    """D = 4, two query heads and one key head of K = 6: q 4 * 12, k and v 4 * 6 each, out 12 * 4, in all 144 where the
+    square ones were 64. Biases of q, k, v 12 + 6 + 6, of out 4; two scales of 6."""
+    config = mg.ModelConfig(vocab_size=10, d_model=4, n_layers=1, n_heads=2, n_kv_heads=1, d_head=6)
+    options = {
+        "d_head": ({}, 0),
+        "qk_norm": ({"qk_norm": True}, 12),
+        "all_biases": ({"attention_bias": True}, 28),
+        "no_out_bias": ({"attention_bias": True, "out_bias": False}, 24),
+        "out_bias": ({"out_bias": True}, 4),
+        "nothing": ({"parallel_residual": True, "scale_embedding": True, "rope_fraction": 0.4, "rope_factor": 2.0}, 0),
+    }
+    for name, (others, more) in options.items():
+        assert param_table(dataclasses.replace(config, **others)).total == 276 - 64 + 144 + more, name
+    rms = dataclasses.replace(config, norm="rmsnorm", ffn_bias=False)
+    assert param_table(dataclasses.replace(rms, norm_unit_offset=True)).total == param_table(rms).total
+    # FLOPs: 2 for each of 144 + 128 weights of kernels and 40 of the head; scores and sums 4 T H K with T = 32.
+    assert param_table(config).flops_per_token == 2 * (144 + 128 + 40) + 4 * 32 * 2 * 6
+    assert kv_cache_bytes(config, batch=3, length=5) == 2 * 6 * 5 * 3 * 4
+
+
 OPTIONS = [
     {},
     {"tied": False},
@@ -89,6 +117,7 @@ OPTIONS = [
     {"param_dtype": "bfloat16", "dtype": "bfloat16"},
     {"vocab_size": 1, "context_len": 1},
     {"remat": True, "dropout": 0.1},
+    {"d_head": 6, "qk_norm": True, "norm": "rmsnorm", "norm_unit_offset": True, "out_bias": True, "n_kv_heads": 2},
 ]
 
 
@@ -222,7 +251,7 @@ def test_cache_bytes_of_the_course():
     assert kv_cache_bytes(mg.ModelConfig(dtype="float64"), batch=1, length=32) == 64 * 1024
 
 
-@pytest.mark.parametrize("options", [{}, {"n_kv_heads": 2}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"n_kv_heads": 2}, {"dtype": "bfloat16"}, {"d_head": 24}], ids=str)
 def test_cache_bytes_are_those_of_the_real_cache(options):
     from minigpt_jax.decoding import empty_cache
 

@@ -56,6 +56,7 @@ MASKED = ("holes", "a chunk of nothing", "nothing")
 CASES = {
     "course": ({}, {"chunk": 4}, (2, 7), MASKED),  # the last chunk is 2 of 14
     "one_sequence": ({"positions": "learned"}, {"chunk": 1}, (7,), ("none",)),
+    "scaled_lookup": ({"scale_embedding": True, "positions": "learned"}, {"chunk": 4}, (2, 7), ("holes",)),
     "untied": ({"norm": "rmsnorm", "tied": False}, {"chunk": 7}, (2, 7), MASKED),
     "dropout": ({"dropout": 0.4}, {"chunk": 4}, (2, 7), ("holes",)),
     "accumulate": ({}, {"chunk": 4, "accumulate": 2}, (2, 7), MASKED),

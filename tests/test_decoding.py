@@ -181,6 +181,30 @@ def test_512_greedy_tokens_in_float64(x64):
     check_long(float64(dataclasses.replace(LONG, **LONG_KINDS["two_kv_heads"])), LENGTHS[1], 1e-12)
 
 
+# What changes keys, positions or the stream must be in the cache as it is in a whole forward.
+CACHED_KINDS = {
+    "wide_heads": {"d_head": 6, "n_kv_heads": 2},
+    "rope_fraction": {"rope_fraction": 0.5, "rope_pairs": "half"},
+    "rope_factor": {"rope_factor": 4.0},
+    "rope_llama3": {"d_head": 8, "rope_base": 100.0, "rope_factor": 4.0, "rope_original_len": 32},
+    "qk_norm": {"qk_norm": True},
+    "norm_unit_offset": {"norm": "rmsnorm", "norm_unit_offset": True},
+    "scale_embedding": {"scale_embedding": True, "positions": "learned"},
+    "parallel_residual": {"parallel_residual": True, "out_bias": True},
+}
+CACHED_KINDS["everything"] = functools.reduce(dict.__or__, CACHED_KINDS.values()) | {"positions": "rope"}
+
+
+@pytest.mark.parametrize("options", CACHED_KINDS.values(), ids=CACHED_KINDS)
+def test_cached_logits_of_each_option_equal_the_numpy_model_s(options, x64):
+    """A key cached before its norm or rotation, a position scaled in the prefill alone, a cache of another width."""
+    config = float64(dataclasses.replace(BASE, vocab_size=7, d_ff=8, **options))
+    params = random_params(config)
+    text = np.random.default_rng(3).integers(0, 7, 11).astype(np.int32)
+    expected = oracle.forward(oracle.to_float64(params), text[None], config)[0]
+    np.testing.assert_allclose(cached_logits(params, text, 5, config), expected[4:], rtol=0, atol=1e-11)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LONG_KINDS.values(), ids=LONG_KINDS)
 def test_512_greedy_tokens_of_every_kind_and_length(options):

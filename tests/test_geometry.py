@@ -179,15 +179,15 @@ def noisy_norm(params, seed=1):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm": "rmsnorm"}, {"tied": False}, {"positions": "learned"}],
-    ids=["layernorm", "rmsnorm", "untied pair", "positions are not added"],
+    [{}, {"norm": "rmsnorm"}, {"tied": False}, {"positions": "learned"}, {"scale_embedding": True, "norm_eps": 3.0}],
+    ids=["layernorm", "rmsnorm", "untied pair", "positions are not added", "scaled lookup"],
 )
 def test_decoded_is_lookup_final_norm_and_head(options):
     config = dataclasses.replace(TINY, vocab_size=70, **options)
     E, head = a_table(V=70), a_table(V=70, seed=9) if "tied" in options else None
     params = noisy_norm(model(E, config, head))
     table = E.astype(np.float32).astype(np.float64)
-    x = oracle.norm(table, oracle.to_float64(params["norm_final"]), config)
+    x = oracle.norm(oracle.lookup_factor(config) * table, oracle.to_float64(params["norm_final"]), config)
     expected = (x @ (table if head is None else head).T).argmax(axis=1)
     look = mg.interface_consistency(params, config)
     np.testing.assert_array_equal(look.decoded, expected)

@@ -16,6 +16,7 @@ from models import equations
 
 import minigpt_jax as mg
 from minigpt_jax.model import rope
+from minigpt_jax.rotary import rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -46,11 +47,25 @@ OPTIONS = {
     "attention_bias": {"attention_bias": True},
     "no_ffn_bias": {"ffn_bias": False},
     "untied": {"tied": False},
+    "wide_heads": {"d_head": 6, "n_kv_heads": 2},
+    "rope_fraction": {"rope_fraction": 0.5, "d_head": 8, "rope_pairs": "half"},
+    "rope_factor": {"rope_factor": 4.0},
+    # Wavelengths 6, 20, 63 and 199; up to 8 they stay, and from 32 on they are divided.
+    "rope_llama3": {"d_head": 8, "rope_base": 100.0, "rope_factor": 4.0, "rope_original_len": 32},
+    "out_bias_alone": {"out_bias": True},
+    "no_out_bias": {"attention_bias": True, "out_bias": False},
+    "qk_norm": {"qk_norm": True, "n_kv_heads": 2},
+    "norm_unit_offset": {"norm": "rmsnorm", "norm_unit_offset": True},
+    "scale_embedding": {"scale_embedding": True, "positions": "learned"},
+    "parallel_residual": {"parallel_residual": True},
+    "everything": {"norm": "rmsnorm", "norm_unit_offset": True, "qk_norm": True, "d_head": 8, "n_kv_heads": 2}
+    | {"rope_fraction": 0.5, "rope_base": 10.0, "rope_factor": 4.0, "rope_original_len": 32, "rope_pairs": "half"}
+    | {"out_bias": True, "scale_embedding": True, "parallel_residual": True, "ffn": "geglu", "n_layers": 2},
     "like_gpt2": {"n_layers": 2, "positions": "learned", "ffn": "gelu_tanh", "attention_bias": True},
     "like_llama": {"norm": "rmsnorm", "ffn": "swiglu", "ffn_bias": False, "rope_pairs": "half", "n_kv_heads": 2}
     | {"n_layers": 2, "tied": False},
     "like_gemma": {"norm": "rmsnorm", "ffn": "geglu", "rope_pairs": "half", "n_kv_heads": 1}
-    | {"n_layers": 2, "attention_bias": True},
+    | {"n_layers": 2, "d_head": 6, "norm_unit_offset": True, "scale_embedding": True, "ffn_bias": False},
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 POSITIONS = {
@@ -151,7 +166,9 @@ def test_oracle_backward_is_the_slope_of_its_own_loss(options, x64):
 
 def expected_shapes(config):
     V, D, F = config.vocab_size, config.d_model, config.ffn_dim
-    G_times_K = config.kv_heads * config.head_dim
+    K = D // config.n_heads if config.d_head is None else config.d_head
+    HK, GK = config.n_heads * K, config.kv_heads * K
+    out_bias = config.attention_bias if config.out_bias is None else config.out_bias
     shapes = {"embed/embedding": (V, D)}
     if config.positions == "learned":
         shapes["positions/table"] = (config.context_len, D)
@@ -160,13 +177,15 @@ def expected_shapes(config):
     norms = ["norm_final"]
     for i in range(config.n_layers):
         norms += [f"block_{i}/norm_attention", f"block_{i}/norm_ffn"]
-        attention = {"query": (D, D), "key": (D, G_times_K), "value": (D, G_times_K), "out": (D, D)}
+        attention = {"query": (D, HK), "key": (D, GK), "value": (D, GK), "out": (HK, D)}
         ffn = {"up": (D, F), "down": (F, D)} | ({"gate": (D, F)} if config.ffn in ("swiglu", "geglu") else {})
         for part, kernels, biases in [("attention", attention, config.attention_bias), ("ffn", ffn, config.ffn_bias)]:
             for name, shape in kernels.items():
                 shapes[f"block_{i}/{part}/{name}/kernel"] = shape
-                if biases:
+                if out_bias if name == "out" else biases:
                     shapes[f"block_{i}/{part}/{name}/bias"] = shape[1:]
+        if config.qk_norm:
+            shapes |= {f"block_{i}/attention/{name}/scale": (K,) for name in ("norm_query", "norm_key")}
     for path in norms:
         shapes[f"{path}/scale"] = (D,)
         if config.norm == "layernorm":
@@ -224,7 +243,17 @@ def test_one_sequence_equals_its_row_of_a_batch(name, x64):
 
 @pytest.mark.parametrize(
     "name",
-    ["rope_half", "no_positions", "one_kv_head", "two_kv_heads", "like_gpt2", "like_llama", "like_gemma", "course"],
+    [
+        "rope_half",
+        "no_positions",
+        "one_kv_head",
+        "two_kv_heads",
+        "like_gpt2",
+        "like_llama",
+        "like_gemma",
+        "course",
+        "everything",
+    ],
 )
 def test_padding_mask_equals_oracle(name, x64):
     """Padding that is attended to, a mask of the wrong polarity or axis, one row's mask used for all rows."""
@@ -460,6 +489,53 @@ def test_rope_by_hand(x64):
     for pairs, values in expected.items():
         turned = rope(x, jnp.array([2]), with_options(rope_pairs=pairs, rope_base=100.0))
         np.testing.assert_allclose(turned.ravel(), values, rtol=1e-14)  # one product and one sum in float64
+    # Half of a head's 8 dimensions are as a head of 4, frequencies too; the others pass through.
+    wide = np.concatenate([x, x + 4], axis=-1)
+    for pairs, values in expected.items():
+        config = with_options(rope_pairs=pairs, rope_base=100.0, d_head=8, rope_fraction=0.5)
+        turned = rope(wide, jnp.array([2]), config).ravel()
+        np.testing.assert_allclose(turned[:4], values, rtol=1e-14)
+        np.testing.assert_array_equal(turned[4:], [5, 6, 7, 8])
+
+
+def test_scaled_frequencies_by_hand():
+    """Base 1000 and K = 6: frequencies 1, 1/10 and 1/100, wavelengths 2 pi = 6.28, 62.8 and 628.
+
+    By Llama 3.1's rule with an original length of 100, low 1 and high 4: wavelengths below 25 stay, above 100 they are
+    divided by the factor, 8. For 62.8, 100 / 62.83185307179586 = 1.591549430918953, so smooth is (that - 1) / 3 =
+    0.197183143639651, and the mix 0.802816856360349 / 80 + 0.0197183143639651 = 0.0297535250684695.
+    """
+    shape = dict(d_model=6, n_heads=1, rope_base=1000.0, rope_factor=8.0)
+    llama3 = rope_frequencies(mg.ModelConfig(**shape, rope_original_len=100))
+    np.testing.assert_allclose(llama3, [1, 0.0297535250684695, 0.00125], rtol=1e-14)
+    np.testing.assert_allclose(rope_frequencies(mg.ModelConfig(**shape)), [1 / 8, 1 / 80, 1 / 800], rtol=1e-14)
+    # Low 2 and high 8: below 12.5 they stay, above 50 they are divided.
+    others = mg.ModelConfig(**shape, rope_original_len=100, rope_low_freq_factor=2.0, rope_high_freq_factor=8.0)
+    np.testing.assert_allclose(rope_frequencies(others), [1, 1 / 80, 1 / 800], rtol=1e-14)
+
+
+def test_the_lookup_s_factor_is_rounded_to_the_compute_type():
+    """sqrt(3072) = 55.4256 is 55.5 in bfloat16, whose step is 1/4 there; and the row is rounded before the product:
+    1.0038 is 1, where 1.0038 * 55.5 = 55.71 would be 55.75."""
+    table = {"embed": {"embedding": jnp.tile(jnp.array([[1.0], [1.0038]]), (1, 3072))}}
+    config = mg.ModelConfig(vocab_size=2, d_model=3072, scale_embedding=True, dtype="bfloat16")
+    x = mg.embed(table, [0, 1], config)
+    assert x.dtype == jnp.bfloat16 and (x == 55.5).all()
+    wide = mg.embed(table, [0], dataclasses.replace(config, dtype="float32"))
+    np.testing.assert_allclose(wide, 55.425626, rtol=1e-7)
+
+
+def test_fresh_scales_are_neutral_with_and_without_the_offset():
+    """A leaf that starts at 1 under an offset of 1 doubles every norm."""
+    plain = mg.ModelConfig(vocab_size=7, d_model=8, n_layers=1, n_heads=2, d_ff=4, norm="rmsnorm", qk_norm=True)
+    offset = dataclasses.replace(plain, norm_unit_offset=True)
+    inits = [mg.init(config, jax.random.key(0)) for config in (plain, offset)]
+    for params, value in zip(inits, (1, 0), strict=True):
+        scales = [leaf for path, leaf in oracle.leaves(params) if path.endswith("scale")]
+        assert len(scales) == 5 and all((leaf == value).all() for leaf in scales)
+    tokens, _ = random_batch(plain, (6,))
+    logits = [mg.forward(params, tokens, config) for params, config in zip(inits, (plain, offset), strict=True)]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-5, atol=1e-7)  # float32, near 0.1
 
 
 def test_without_positions_one_layer_forgets_the_order_of_the_past(x64):
@@ -570,6 +646,18 @@ def test_low_precision_is_finite_and_close(dtype, atol, padded):
     np.testing.assert_allclose(logits[shown], expected[shown], rtol=0, atol=atol)
 
 
+def test_low_precision_of_every_option():
+    """A norm inside attention or a lookup's factor that lifts the stream to float32, or overflows."""
+    config = with_options(TINY, **OPTIONS["everything"] | {"dtype": "bfloat16", "param_dtype": "float32"})
+    params = random_params(config)
+    tokens, _ = random_batch(config, (2, 8))
+    h, residuals = mg.trunk(params, mg.embed(params, tokens, config), config, return_residuals=True)
+    assert {leaf.dtype for leaf in (h, *residuals.values())} == {jnp.dtype("bfloat16")}
+    expected = oracle.forward(params, tokens, config)
+    # Logits near 9, and as many roundings as above.
+    np.testing.assert_allclose(mg.unembed(params, h, config), expected, rtol=0, atol=0.4)
+
+
 def test_layer_norm_takes_off_the_mean():
     """Variances of one pass, E[x^2] - E[x]^2, lose digits when the mean is large: three of float32's seven at 30."""
     config = with_options(TINY, n_layers=2, dtype="float32", param_dtype="float32")
@@ -616,7 +704,7 @@ def test_embed_trunk_unembed_make_up_forward(name, shape, x64):
     )
 
 
-@pytest.mark.parametrize("name", ["course", "like_gpt2", "like_llama"])
+@pytest.mark.parametrize("name", ["course", "like_gpt2", "like_llama", "everything"])
 def test_residuals_equal_the_oracles_stream(name, x64):
     """A residual that is taken before its addition, after a norm, or under another layer's name."""
     config = with_options(**OPTIONS[name])
@@ -672,6 +760,17 @@ def test_remat_is_another_program_with_the_same_results(x64):
     # Recomputed, and perhaps fused otherwise: rounding only.
     np.testing.assert_allclose(remat_loss, loss, rtol=1e-13)
     assert_grads_equal(remat_grads, oracle.to_float64(jax.device_get(grads)), 1e-12)
+
+
+def test_remat_of_every_option(x64):
+    """Norms inside attention and the frequencies' host arithmetic, in a block that is traced twice."""
+    config = with_options(**OPTIONS["everything"] | {"remat": True, "n_layers": 1})
+    params = random_params(config)
+    tokens, targets = random_batch(config, (2, 6))
+    loss, grads = loss_and_grads(params, mg.Batch(tokens, targets), config)
+    expected_loss, expected, _, _ = oracle.backward(params, tokens, targets, config)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    assert_grads_equal(grads, expected, GRADIENT_RTOL)
 
 
 def test_dropout_needs_a_key():

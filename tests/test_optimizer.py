@@ -19,7 +19,7 @@ from minigpt_jax.optimizer import DECAY_RULES, describe_decay, leaf_paths
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 TINY = mg.ModelConfig(vocab_size=5, d_model=4, n_layers=1, n_heads=2, d_ff=6, context_len=8)
 # Every kind of leaf there is, in one tree; values from 1 to 2, so that relative errors are absolute ones.
-EVERY_LEAF = dataclasses.replace(TINY, positions="learned", tied=False, attention_bias=True, ffn="swiglu")
+EVERY_LEAF = dataclasses.replace(TINY, positions="learned", tied=False, attention_bias=True, ffn="swiglu", qk_norm=True)
 
 # Compiling is nearly all of these tests' time; what LLVM's optimizer does is no matter of theirs.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -246,6 +246,7 @@ CASES = {
     "chunk_and_accumulate": ({}, {"chunk": 3, "accumulate": 2}, ONE_AND_SEVEN),
     "rmsnorm_swiglu_grouped": ({"norm": "rmsnorm", "ffn": "swiglu", "n_heads": 4, "n_kv_heads": 2}, {}, HOLES),
     "learned_positions": ({"positions": "learned"}, {}, HOLES),
+    "scaled_lookup": ({"scale_embedding": True, "parallel_residual": True}, {"chunk": 3}, HOLES),
     "remat": ({"remat": True}, {}, HOLES),
     "dropout": ({"dropout": 0.4}, {}, HOLES),
     "dropout_and_accumulate": ({"dropout": 0.4}, {"accumulate": 2}, ONE_AND_SEVEN),

@@ -21,7 +21,7 @@ import minigpt_jax as mg
 from ..compiled import keep_compiled_programs
 from ..config import ModelConfig, Sampling
 from ..train import compile_steps, state_of
-from ..trees import leaf_paths
+from ..trees import leaf_paths, nested
 from .machine import peak_mb
 from .shapes import POOL, batch_ids, prompt_ids, run_config, timed
 
@@ -41,14 +41,7 @@ def write_weights(request: dict) -> dict:
 
 
 def load_weights(path: str) -> dict:
-    tree = {}
-    for name, leaf in load_file(path).items():
-        *folders, last = name.split("/")
-        folder = tree
-        for part in folders:
-            folder = folder.setdefault(part, {})
-        folder[last] = jnp.asarray(leaf)
-    return tree
+    return nested({name: jnp.asarray(leaf) for name, leaf in load_file(path).items()})
 
 
 def train(request: dict) -> dict:

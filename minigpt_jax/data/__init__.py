@@ -12,8 +12,9 @@ from minigpt_jax.data.dataset import (
     read_text,
     tokenize_to_file,
 )
+from minigpt_jax.data.hf import HFTokenizer
 from minigpt_jax.data.ngram import ngram_cross_entropy
-from minigpt_jax.data.shakespeare import cache_dir
+from minigpt_jax.data.pretrained import gpt2_tokenizer, load_pretrained_tokenizer, write_pretrained_tokenizer
 from minigpt_jax.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -26,6 +27,7 @@ from minigpt_jax.data.tokenizers import (
     tokenizer_from_dict,
 )
 from minigpt_jax.data.verbs import entropy_floor
+from minigpt_jax.data.wheels import cache_dir
 
 __all__ = [
     "BPETokenizer",
@@ -33,6 +35,7 @@ __all__ = [
     "ByteTokenizer",
     "CharTokenizer",
     "Dataset",
+    "HFTokenizer",
     "Rows",
     "Source",
     "StreamDecoder",
@@ -41,8 +44,10 @@ __all__ = [
     "WordTokenizer",
     "cache_dir",
     "entropy_floor",
+    "gpt2_tokenizer",
     "iter_text",
     "load_dataset",
+    "load_pretrained_tokenizer",
     "load_tokenizer",
     "ngram_cross_entropy",
     "open_tokens",
@@ -50,4 +55,5 @@ __all__ = [
     "save_tokenizer",
     "tokenize_to_file",
     "tokenizer_from_dict",
+    "write_pretrained_tokenizer",
 ]

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,9 @@ import numpy as np
 
 from minigpt_jax.config import DataConfig
 from minigpt_jax.data import shakespeare, verbs
+from minigpt_jax.data.patterns import recut
 from minigpt_jax.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt_jax.data.wheels import cache_dir
 from minigpt_jax.errors import InputError, replacing, require
 
 PIECE_BYTES = 8 << 20
@@ -82,12 +83,12 @@ def tokenize_to_file(pieces: Iterable[str], tokenizer: Tokenizer, path: str | Pa
     """Write the tokens of a text as a raw array, and `path`.json beside it; both appear only when complete.
 
     The side file, which is returned, holds dtype, count, characters, vocab_size, tokenizer (fingerprint), text_sha256.
-    Byte-pair tokens do not depend on how the text was cut: see `_recut`.
+    Tokens do not depend on how the text was cut: see `Tokenizer.cut`.
     """
     dtype, sha = token_dtype(tokenizer.vocab_size), hashlib.sha256()
     count = characters = 0
     with replacing(path) as file:
-        for piece in _recut(pieces) if isinstance(tokenizer, BPETokenizer) else pieces:
+        for piece in tokenizer.cut(pieces):
             ids = tokenizer.encode(piece)
             file.write(ids.astype(dtype).tobytes())
             sha.update(piece.encode())
@@ -131,23 +132,6 @@ def open_tokens(path: str | Path, tokenizer: Tokenizer) -> np.ndarray:
         f"{path}: holds id {tokens.max()}, but ids are in [0, {tokenizer.vocab_size}); {again}",
     )
     return tokens
-
-
-def _recut(pieces: Iterable[str]) -> Iterator[str]:
-    r"""The same text cut only where a byte-pair encoding cuts in any case.
-
-    That is between a newline and a letter or digit, or before a single blank between two of them: no match of
-    `BPE_PATTERN` spans such a place or looks across it. A text without any is kept whole.
-    """
-    place = re.compile(r".*(?:(?<=\n)(?=\w)|(?<=\w)(?= \w))", re.DOTALL)
-    rest = ""
-    for piece in pieces:
-        rest += piece
-        if cut := place.match(rest):
-            yield rest[: cut.end()]
-            rest = rest[cut.end() :]
-    if rest:
-        yield rest
 
 
 # Sources of batches
@@ -309,8 +293,9 @@ def load_dataset(data: DataConfig, context_len: int, tokenizer: Tokenizer | None
     Tokens are kept in `cache_dir()`/tokens and reused. Refuses a text of fewer than context_len + 1 tokens.
     """
     require(context_len >= 1, f"context_len is {context_len}; it must be at least 1")
+    kinds = ("hf", "bpe") if data.tokenizer == "pretrained" else (data.tokenizer,)
     require(
-        tokenizer is None or tokenizer.kind == data.tokenizer,
+        tokenizer is None or tokenizer.kind in kinds,
         f"data.tokenizer is {data.tokenizer!r}, but the saved one is {getattr(tokenizer, 'kind', None)!r}; use that",
     )
     if data.tokenizer == "word":
@@ -334,7 +319,7 @@ def load_dataset(data: DataConfig, context_len: int, tokenizer: Tokenizer | None
         )
     notes = []
     tokenizer = tokenizer or _make_tokenizer(data, alphabet, pieces, notes)
-    folder = shakespeare.cache_dir() / "tokens"
+    folder = cache_dir() / "tokens"
     path = folder / f"{sha.hexdigest()[:24]}-{tokenizer.fingerprint[:24]}.bin"
     try:
         tokens = open_tokens(path, tokenizer)
@@ -374,7 +359,12 @@ def _make_tokenizer(data: DataConfig, alphabet: set, pieces, notes: list[str]) -
         return CharTokenizer(alphabet)
     if data.tokenizer == "byte":
         return ByteTokenizer()
-    tokenizer = BPETokenizer.train(_recut(pieces()), data.bpe_vocab)
+    require(
+        data.tokenizer != "pretrained",
+        "data.tokenizer 'pretrained' is the one that came with imported weights, and none were given; use --init DIR, "
+        "or choose char, byte or bpe",
+    )
+    tokenizer = BPETokenizer.train(recut(pieces()), data.bpe_vocab)
     if tokenizer.vocab_size < data.bpe_vocab:
         notes.append(f"the text has pairs for {tokenizer.vocab_size} byte-pair tokens only, not {data.bpe_vocab}")
     return tokenizer

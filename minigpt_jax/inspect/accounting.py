@@ -55,7 +55,7 @@ class ParamTable:
     @property
     def flops_per_token(self) -> int:
         """Forward FLOPs per token at context_len: 2 for each weight of a matmul, the head's V * D among them, and
-        4 T D a layer for scores and weighted sum, counted in full (not halved for causality)."""
+        4 T H K a layer for scores and weighted sum, counted in full (not halved for causality)."""
         c = self.config
         kernels = sum(row.count for row in self.rows if row.path.endswith("kernel"))
         return 2 * (kernels + self.embedding) + 4 * c.n_layers * c.context_len * c.n_heads * c.head_dim
@@ -68,11 +68,11 @@ class ParamTable:
         c = self.config
         rows = self.rows if every_leaf or len(self.rows) <= 60 else _folded(self.rows)
         width = max(len(row.path) for row in rows)
-        lines = [f"{'path':<{width}}  {'shape':>16}  {'parameters':>15}  {'bytes':>15}  used by"]
+        lines = [f"{'path':<{width}}  {'shape':>15}  {'parameters':>15}  {'bytes':>15}  used by"]
         for row in rows:
             shape = "x".join(map(str, row.shape))
             lines.append(
-                f"{row.path:<{width}}  {shape:>16}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}".rstrip()
+                f"{row.path:<{width}}  {shape:>15}  {row.count:>15,}  {row.bytes:>15,}  {row.used_by}".rstrip()
             )
 
         share = f"{self.embedding / max(self.total, self.other_total):.1%}"

@@ -9,7 +9,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import require
 from ..functional import check_ids, check_limit, check_params, readout
-from ..model import wide
+from ..model import embedding_scaled, wide
 
 
 def neighbours(params, token: int, k: int = 10, vocab_limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +72,7 @@ def interface_consistency(params, config: ModelConfig, vocab_limit: int | None =
     def decode(row_D):
         return jnp.argmax(readout(params, row_D[None], config)[0, : E.shape[0]])
 
-    decoded = np.asarray(jax.lax.map(decode, E.astype(config.dtype), batch_size=64))
+    decoded = np.asarray(jax.lax.map(decode, embedding_scaled(E, config).astype(config.dtype), batch_size=64))
     singular = np.linalg.svd(np.asarray(E, np.float64), compute_uv=False)
     return InterfaceConsistency(float(np.mean(decoded == np.arange(E.shape[0]))), decoded, singular)
 
