@@ -24,6 +24,7 @@ WINDOW = 1024
 
 def import_run(folder: Path, run_dir: Path, tied: bool | None) -> None:
     """Make a run directory of a Hugging Face folder."""
+    print(f"reading {folder}", flush=True)
     params, model, tokenizer = load_pretrained(folder, tied=tied)
     if model.param_dtype == "float16":  # whose values float32 holds too, and AdamW's epsilon
         model = dataclasses.replace(model, param_dtype="float32")

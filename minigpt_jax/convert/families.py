@@ -82,7 +82,7 @@ _BUFFERS = r".*\.(attn\.(bias|masked_bias)|attention\.(bias|masked_bias)|rotary_
 _HARMLESS = re.compile(
     r"_.*|.*_token_id|.*dropout|.*_pdrop|summary_.*|transformers.*|output_.*|architectures|auto_map|do_sample|dtype"
     r"|gradient_checkpointing|id2label|initializer_range|is_decoder|is_llama_config|label2id|max_window_layers|model_type"
-    r"|n_ctx|pretraining_tp|problem_type|reorder_and_upcast_attn|return_dict|task_specific_params|torch_dtype|use_cache"
+    r"|n_ctx|predict_special_tokens|pretraining_tp|problem_type|reorder_and_upcast_attn|return_dict|task_specific_params|torch_dtype|use_cache"
 )
 # Fields of ours that a checkpoint does not hold: how the model was drawn and trained, and the types of computation.
 _NOT_HELD = ("init_std", "kernel_init", "residual_init_scale", "dropout", "dtype", "param_dtype", "bf16_dots", "remat")
@@ -297,7 +297,7 @@ QWEN2 = Family(
     fields=_LLAMA_FIELDS,
     activations={"silu": "swiglu"},
     ours=_LLAMA_OURS | {"attention_bias": True, "out_bias": False},
-    only={"use_sliding_window": False},
+    only={"use_sliding_window": False, "use_mrope": False},
     ignored=("sliding_window",),
 )
 QWEN3 = Family(
@@ -307,7 +307,7 @@ QWEN3 = Family(
     fields=_LLAMA_FIELDS | {"head_dim": ("d_head", 128), "attention_bias": ("attention_bias", False)},
     activations={"silu": "swiglu"},
     ours=_LLAMA_OURS | {"qk_norm": True},
-    only={"use_sliding_window": False},
+    only={"use_sliding_window": False, "use_mrope": False},
     ignored=("sliding_window",),
 )
 GEMMA = Family(
