@@ -74,6 +74,8 @@ def test_peak_memory(tied, tmp_path):
     assert result.returncode == 0, result.stderr
     peak, held = map(int, result.stdout.split())
     assert held == size
-    # A fifth for what is under way: a tensor on its way from file to array, once more while it is transposed. The 4 MiB
-    # are pages that the allocator takes ahead and the JSON header, which do not grow with the checkpoint.
-    assert peak <= 1.2 * size + 4 * MIB, f"{peak / MIB:.0f} MiB for {size / MIB:.0f} MiB of parameters"
+    # A fifth for what is under way: a tensor in the file's pages, as an array, and once more while it is transposed.
+    # The 8 MiB are what the C library keeps of freed tensors to use again, which does not grow with the checkpoint:
+    # 14 to 26 MiB in all were seen above the parameters, of 80 and of 300 MiB, and 11 and 16 where it is told to keep
+    # none (MALLOC_MMAP_THRESHOLD_). A loader that holds everything twice is at 2 x size.
+    assert peak <= 1.2 * size + 8 * MIB, f"{peak / MIB:.0f} MiB for {size / MIB:.0f} MiB of parameters"

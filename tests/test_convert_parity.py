@@ -71,7 +71,7 @@ def in_our_layout(folder, model, values: dict) -> dict:
     rounded = {name: value.detach().to(torch.float32) for name, value in values.items()}
     rest = {name: (value.detach() - rounded[name]).to(torch.float32) for name, value in values.items()}
     trees = [
-        mg.load_pretrained(hf.save_like(folder / part, model, tensors))[0]
+        mg.load_pretrained(hf.save_with(folder / part, model, tensors))[0]
         for part, tensors in (("rounded", rounded), ("rest", rest))
     ]
     return jax.tree.map(lambda a, b: np.asarray(a, np.float64) + np.asarray(b, np.float64), *trees)
@@ -172,9 +172,9 @@ def test_adamw_steps(case, tmp_path, x64):
     ours, theirs = leaf_paths(params), leaf_paths(in_our_layout(tmp_path, double, dict(double.named_parameters())))
     before = leaf_paths(case.params)
     for path, expected in theirs.items():
-        # Three updates of 1e-2 move every value by up to 3e-2; the sum's order is all that may differ, and the small
-        # gradients of a bias that nothing feels (see above), 1e-17 over epsilon 1e-8.
-        np.testing.assert_allclose(ours[path], expected, rtol=0, atol=1e-8, err_msg=path)
+        # Three updates of up to 1e-2. Where a gradient is about epsilon = 1e-8 or less, AdamW makes 1e6 times as much
+        # of its rounding after the first update, 3e-8 at a few places: 1e-6 is 30 times that.
+        np.testing.assert_allclose(ours[path], expected, rtol=0, atol=1e-6, err_msg=path)
         assert path.endswith("key/bias") or np.abs(expected - np.asarray(before[path])).max() > 1e-3, path
 
 
@@ -203,7 +203,7 @@ def test_warnings_would_show(case, tmp_path):
         pytest.skip("once is enough")
     values = dict(case.model.named_parameters())
     values["model.layers.0.mlp.wrong.weight"] = values.pop("model.layers.0.mlp.up_proj.weight")
-    folder = hf.save_like(tmp_path / "wrong", case.model, values)
+    folder = hf.save_tensors(tmp_path / "wrong", case.model, values)
     with hf.logged_warnings() as warnings:
         _, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert warnings and info["missing_keys"] and info["unexpected_keys"]
@@ -243,7 +243,7 @@ def test_gpt2_names_with_and_without_prefix(variant, tmp_path):
     assert any(name.startswith("h.0.") for name in values)
     for i in range(model.config.n_layer):  # what the released file holds besides: no weights
         values[f"h.{i}.attn.bias"] = torch.tril(torch.ones(96, 96)).view(1, 1, 96, 96)
-    short = mg.load_pretrained(hf.save_like(tmp_path / "short", model, values))
+    short = mg.load_pretrained(hf.save_tensors(tmp_path / "short", model, values))
     model.save_pretrained(tmp_path / "long")
     long = mg.load_pretrained(tmp_path / "long")
     assert short[1] == long[1]
@@ -262,7 +262,7 @@ SIZES = {
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
     "gpt_neox": ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
 }
-LLAMA_SIZES = (*SIZES["gpt_neox"], "num_key_value_heads")
+LLAMA_SIZES = (*SIZES["gpt_neox"], "num_key_value_heads", "max_position_embeddings")
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "qwen2", "qwen3", "gemma", "gpt_neox"])
