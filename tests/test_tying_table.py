@@ -104,8 +104,9 @@ def test_flag_true_and_another_head_is_refused_unless_asked_for(parts):
 def test_one_value_makes_another_head(parts):
     checkpoint, table, head, values, _ = parts
     checkpoint.config["tie_word_embeddings"] = True
+    values = values.astype(np.float32)
     other = values.copy()
-    other[-1, -1] = np.nextafter(other[-1, -1], np.float16(np.inf))
+    other[-1, -1] = np.nextafter(other[-1, -1], np.float32(np.inf))
     checkpoint.tensors |= {table: values, head: other}
     refused("tied=False")(checkpoint.write())
 
@@ -251,6 +252,9 @@ def test_values_that_are_no_floats(golden):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, ["use_sliding_window"]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, ["use_sliding_window"]),
         ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        ("llama-untied", {"logits_scaling": 8.0}, ["logits_scaling"]),
+        ("llama-untied", {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
         ("gemma", {"hidden_act": "silu", "hidden_activation": "silu"}, ["silu"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function", "relu"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
