@@ -8,6 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import minigpt_jax as mg
+from minigpt_jax.data import BPETokenizer
+
+GPT2 = mg.ModelConfig(
+    vocab_size=270,
+    d_model=16,
+    n_layers=2,
+    n_heads=2,
+    context_len=32,
+    positions="learned",
+    ffn="gelu_tanh",
+    attention_bias=True,
+    kernel_init="fixed",
+)
 
 
 def equations(jaxpr):
@@ -34,3 +47,10 @@ def noisy_params(config: mg.ModelConfig, matrix: float = 0.4, vector: float = 0.
         ),
         mg.init(config, jax.random.key(seed)),
     )
+
+
+def write_gpt2(folder, text: str) -> BPETokenizer:
+    """A folder in Hugging Face's layout, with two more rows in the table than the tokenizer has ids."""
+    tokenizer = BPETokenizer.train([text], GPT2.vocab_size - 2)
+    assert mg.save_pretrained(folder, noisy_params(GPT2), GPT2, tokenizer) == []
+    return tokenizer

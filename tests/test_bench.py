@@ -314,6 +314,7 @@ def request_for(tmp_path):
     return request
 
 
+@pytest.mark.slow
 def test_our_child_trains_as_the_trainer(request_for, quick_compilation):
     result = ours.train(request_for)
     params = ours.load_weights(request_for["weights"])

@@ -247,6 +247,7 @@ def report_damage(saved, scratch):
     print(json.dumps(report))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(saved, tmp_path):
     """metaseq#53, allennlp#2129: a broken last checkpoint, and resume fails.
 

@@ -20,6 +20,10 @@ import pytest
 import minigpt_jax as mg
 from minigpt_jax.cli import COMMANDS, main
 
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation"
+)  # in this process; those that tests start are as users have them
+
 CONFIGS = Path(__file__).parent.parent / "configs"
 COMMAND = [sys.executable, "-m", "minigpt_jax"]
 STEPS = 600

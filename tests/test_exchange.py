@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import noisy_params
+from models import GPT2, noisy_params
 from safetensors.numpy import load_file
 
 import minigpt_jax as mg
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")  # what is compared he
 
 COMMAND = [sys.executable, "-m", "minigpt_jax"]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
-GPT2 = mg.ModelConfig(
-    vocab_size=270, d_model=16, n_layers=2, n_heads=2, context_len=32, positions="learned", ffn="gelu_tanh",
-    attention_bias=True, kernel_init="fixed",
-)  # fmt: skip
 LLAMA = mg.ModelConfig(
     vocab_size=270, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=24, context_len=4096, norm="rmsnorm",
     norm_eps=1e-6, ffn="swiglu", rope_pairs="half", ffn_bias=False, param_dtype="bfloat16",
@@ -246,3 +242,25 @@ def test_config_json_says_what_transformers_reads(place):
     tree = json.loads((place / "llama" / "config.json").read_text())
     assert tree["architectures"] == ["LlamaForCausalLM"] and tree["tie_word_embeddings"] is True
     assert (tree["head_dim"], tree["num_key_value_heads"], tree["rms_norm_eps"]) == (8, 1, 1e-6)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_transformers_loads_what_was_fine_tuned(place, tmp_path, name):
+    torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra `parity` is not installed")
+    tuned, out = tmp_path / "tuned", tmp_path / "out"
+    few = ["--train.steps", "8", "--train.warmup-steps", "1"]
+    assert main(["train", str(place / "tune.yaml"), "--init", str(place / name), "--run-dir", str(tuned), *few]) == 0
+    assert main(["export", str(tuned), str(out)]) == 0
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    run = mg.open_run(tuned)
+    ids = run.tokenizer.encode("the lazy dog jumps over")
+    assert transformers.AutoTokenizer.from_pretrained(out)("the lazy dog jumps over")["input_ids"] == ids.tolist()
+    params, config = run.load_params()[0], run.config.model
+    with torch.no_grad():
+        expected = model.eval()(torch.tensor(ids[None], dtype=torch.long)).logits.numpy()
+    # Logits of order 1 in float32, added up in another order.
+    np.testing.assert_allclose(mg.forward(params, ids[None], config), expected, atol=1e-5 * max(1, expected.std()))
+    assert (np.abs(params["embed"]["embedding"] - noisy_params(GPT2)["embed"]["embedding"]) > 1e-4).any()

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import write_gpt2
 
 import minigpt_jax as mg
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,8 +21,10 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_python_snippets_run_in_order_and_the_shapes_in_their_comments_are_true(capsys):
-    """A line that ends in `# (3, 64)` or `# ...: (64, 64)` has that shape."""
+def test_python_snippets_run_in_order_and_the_shapes_in_their_comments_are_true(capsys, tmp_path, monkeypatch):
+    """A line that ends in `# (3, 64)` or `# ...: (64, 64)` has that shape. DIR is a small GPT-2."""
+    monkeypatch.chdir(tmp_path)
+    write_gpt2("DIR", "The quick brown fox. " * 200)
     source, names, checked = "\n".join(blocks("python")), {}, 0
     for statement in re.findall(r"(?:^\S.*\n(?:^[ ]+.*\n)*)", source, re.MULTILINE):
         stated = re.search(r"#.*?(\(\d+(?:, ?\d+)*,?\))(?=[,:]|$)", statement.rstrip())
@@ -39,6 +44,7 @@ def test_python_snippets_run_in_order_and_the_shapes_in_their_comments_are_true(
     assert names["logits"].shape == (3, 64)
     assert names["new_ids"].shape == (20,)
     assert "head_share_l2" in capsys.readouterr().out
+    assert Path("OUT/model.safetensors").read_bytes() == Path("DIR/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -46,12 +52,14 @@ def test_commands_run(tmp_path):
     """Every `minigpt` line, in order, in a folder with the text that the README calls my.txt; fewer steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200, encoding="utf-8")
+    write_gpt2(tmp_path / "DIR", "The quick brown fox. " * 200)
     env = os.environ | {"MINIGPT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("minigpt ")]
     assert len(commands) >= 8
     for command in commands:
         words = [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', command.split("  #")[0])][1:]
-        quick = {"train": ["--train.steps", "12", "--model.n-layers", "1"], "lens": ["--tuned-steps", "5"]}
+        smaller = [] if "--init" in words else ["--model.n-layers", "1"]
+        quick = {"train": ["--train.steps", "12", *smaller], "lens": ["--tuned-steps", "5"]}
         result = subprocess.run(
             [sys.executable, "-m", "minigpt_jax", *words, *quick.get(words[0], [])],
             cwd=tmp_path,
@@ -96,3 +104,13 @@ def test_optax_loop_example_learns(tmp_path):
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert len(losses) == 6 and losses[-1] < 1.3 < 4.1
     assert "(64, 64)" in result.stdout
+
+
+@pytest.mark.slow
+def test_inspect_gpt2_example(tmp_path):
+    write_gpt2(tmp_path / "DIR", "The quick brown fox. " * 200)
+    env = os.environ | {"MINIGPT_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for arguments in ([], [tmp_path / "DIR", "The quick"]):
+        command = [sys.executable, ROOT / "examples/inspect_gpt2.py", *arguments]
+        result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert all(words in result.stdout for words in ("longest rows", "nearest in E", "block_1/ffn", "gradient of E"))

@@ -561,6 +561,7 @@ def test_a_model_that_sees_the_next_token_goes_below_the_entropy(monkeypatch):
     assert losses[-1] < floor - 0.1
 
 
+@pytest.mark.slow
 def test_remat_saves_memory_in_the_trainer_on_a_cpu():
     """XLA's default schedule for CPUs would start the recomputations early and save nothing."""
 

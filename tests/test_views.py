@@ -19,6 +19,10 @@ from minigpt_jax.cli import main
 from minigpt_jax.data import load_dataset
 from minigpt_jax.inspect.geometry import all_neighbours
 
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation"
+)  # in this process; those that tests start are as users have them
+
 CONFIG = """
 model: {vocab_size: 40, d_model: 16, n_layers: 2, n_heads: 2, d_ff: 24, context_len: 8}
 data: {corpus: text, path: text.txt}
@@ -144,6 +148,7 @@ def test_lens_json_says_what_the_function_says(minigpt, loaded):
     assert np.max(data["top_ids"]) < len(texts), "rows without a token are never shown"
 
 
+@pytest.mark.slow
 def test_a_tuned_lens_is_trained_once_and_kept_beside_the_run(minigpt, folder, capsys):
     def tuned(*options):
         assert main(["lens", "run", "--prompt", "the", "--tuned", *options]) == 0
