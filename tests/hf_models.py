@@ -64,7 +64,10 @@ NEOX = {
 # name: (class, config)
 VARIANTS = {
     "gpt2": ("GPT2", {**GPT2, "tie_word_embeddings": True}),
-    "gpt2-untied": ("GPT2", {**GPT2, "n_layer": 3, "n_inner": 40, "tie_word_embeddings": False}),
+    "gpt2-untied": (
+        "GPT2",
+        {**GPT2, "n_layer": 3, "n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
     "llama": ("Llama", {**LLAMA, "tie_word_embeddings": False}),
     "llama-tied": ("Llama", {**LLAMA, "head_dim": 6, "tie_word_embeddings": True}),
     "llama-biases": (
@@ -76,12 +79,29 @@ VARIANTS = {
         {**LLAMA, "head_dim": 16, "rope_parameters": ROPE_LLAMA3, "tie_word_embeddings": True},
     ),
     "qwen2": ("Qwen2", {**LLAMA, "tie_word_embeddings": True}),
-    "qwen2-untied": ("Qwen2", {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "qwen2-untied": (
+        "Qwen2",
+        {
+            **LLAMA,
+            "num_key_value_heads": 4,
+            "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
     "qwen3-untied": ("Qwen3", {**LLAMA, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma": ("Gemma", {**LLAMA, "head_dim": 12, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gpt_neox": ("GPTNeoX", {**NEOX, "use_parallel_residual": True, "tie_word_embeddings": False}),
-    "gpt_neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt_neox-sequential": (
+        "GPTNeoX",
+        {
+            **NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 # With seed 0 the Gemma repeats three tokens for ever, and the tied Llama makes half as much again of rounding.
