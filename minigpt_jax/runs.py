@@ -140,9 +140,7 @@ def _printer(console: Console, per: str) -> Callable[[dict], None]:
     return show
 
 
-def train_run(
-    config: Config, source: Path, text: Path | None, run_dir: Path | None, start: Path | None = None
-) -> None:
+def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | None, start: Path | None = None) -> None:
     """Start a run from a config, or go on with the run directory `source`; see `minigpt train --help`."""
     if text is not None:
         tokenizer = "char" if config.data.tokenizer == "word" else config.data.tokenizer

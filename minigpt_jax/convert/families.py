@@ -146,6 +146,11 @@ class Family:
 
     def model_config(self, tree: dict, where: str) -> ModelConfig:
         """The config of a `config.json`. The types are the defaults: the weights' own are in their file."""
+        for key in ("rope_parameters", "rope_scaling"):
+            value = tree.get(key)
+            require(
+                value is None or isinstance(value, dict), f"{where}: {key} is {value!r}; it must map names to values"
+            )
         left = _flat_rope({key: value for key, value in tree.items() if value is not None}, self.fields)
         values = dict(self.ours)
         for key, (field, default) in self.fields.items():

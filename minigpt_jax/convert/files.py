@@ -60,10 +60,16 @@ class StoredTensor:
     """One tensor's place, shape and type."""
 
     def __init__(self, file: Path, name: str, shape: tuple[int, ...], kind: str):
+        self.file, self.name, self.shape, self._kind = file, name, shape, kind
+
+    @property
+    def dtype(self) -> str:
+        """Asked for of weights alone: old files carry masks along as buffers, of bool or uint8."""
+        known = ", ".join(_DTYPES.values())
         require(
-            kind in _DTYPES, f"{file}: {name} is stored as {kind}; this package reads {', '.join(_DTYPES.values())}"
+            self._kind in _DTYPES, f"{self.file}: {self.name} is stored as {self._kind}; this package reads {known}"
         )
-        self.file, self.name, self.shape, self.dtype = file, name, shape, _DTYPES[kind]
+        return _DTYPES[self._kind]
 
     def read(self) -> np.ndarray:
         """A copy of the values."""
@@ -80,7 +86,10 @@ def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX).get("weight_map")
         require(isinstance(places, dict) and bool(places), f"{folder / INDEX} has no weight_map; fetch it again")
-        files = [folder / name for name in sorted(set(map(str, places.values())))]
+        names = sorted(set(map(str, places.values())))
+        strange = [name for name in names if Path(name).name != name]
+        require(not strange, f"{folder / INDEX} names {', '.join(strange[:3])}, which is no file of this folder")
+        files = [folder / name for name in names]
         gone = [file.name for file in files if not file.is_file()]
         require(not gone, f"{folder} lacks the shards {', '.join(gone)} that {INDEX} names; fetch them")
         return files
