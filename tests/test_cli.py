@@ -300,6 +300,7 @@ def test_eval_of_a_text(inside, place):
     assert losses[0] < 1.2 < 3 < losses[1]
 
 
+@pytest.mark.slow
 def test_sample(inside, place):
     def sample(*options):
         out, err = inside("sample", "runs/tiny", "--tokens", "60", *options)
@@ -458,6 +459,7 @@ def broken(place, trained):
         return dict(zip(names, pool.map(story, names), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_saves_and_says_how_to_go_on(broken, name):
     code, out, err, resumed = broken[name]
@@ -468,12 +470,14 @@ def test_a_signal_saves_and_says_how_to_go_on(broken, name):
     assert f"going on with {name} at step {step} of {STEPS}" in resumed.stdout
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_the_last_checkpoint(broken):
     code, _, _, resumed = broken["SIGKILL"]
     assert code == -signal.SIGKILL
     assert int(re.search(r"going on with SIGKILL at step (\d+) of 600", resumed.stdout)[1]) in (200, 400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_resumed_run_equals_an_unbroken_one(place, broken, name):
     step, whole = params_of(place / "runs/tiny")

@@ -308,6 +308,7 @@ def test_looking_changes_no_step(n):
 # Run directories.
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_inspections(tmp_path):
     """As JSON lines, and as a picture; resumed, each step once. By default neither."""
     from minigpt_jax.runs import train_run

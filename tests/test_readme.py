@@ -21,6 +21,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_python_snippets_run_in_order_and_the_shapes_in_their_comments_are_true(capsys, tmp_path, monkeypatch):
     """A line that ends in `# (3, 64)` or `# ...: (64, 64)` has that shape. DIR is a small GPT-2."""
     monkeypatch.chdir(tmp_path)
