@@ -209,6 +209,15 @@ def test_no_tokenizer(place, tmp_path, capsys):
         mg.load_gpt2(place / "llama")
 
 
+def test_a_tokenizer_of_another_kind(place, tmp_path):
+    """Said at once, before the weights are read; who wants the weights alone gets them."""
+    mg.save_gpt2(tmp_path / "model", noisy_params(GPT2), GPT2)
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(mg.InputError, match=r"tokenizer\.model only; it needs tokenizer\.json"):
+        mg.load_pretrained(tmp_path / "model")
+    assert mg.load_gpt2(tmp_path / "model")[1] == GPT2
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

@@ -27,9 +27,7 @@ class Pretrained(NamedTuple):
 
 def pretrained_config(folder: str | Path) -> ModelConfig:
     """The `config.json` of a folder, as far as it says: the types of the weights are in their own file."""
-    folder = _folder(folder)
-    tree = read_json(folder / CONFIG)
-    return family_of(tree, str(folder / CONFIG)).model_config(tree, str(folder / CONFIG))
+    return _read_config(_folder(folder))[1]
 
 
 def load_pretrained(folder: str | Path, *, tied: bool | None = None, param_dtype: str | None = None) -> Pretrained:
@@ -53,11 +51,36 @@ def load_pretrained(folder: str | Path, *, tied: bool | None = None, param_dtype
     Memory: the parameters, and one tensor more.
     """
     folder = _folder(folder)
-    tree = read_json(folder / CONFIG)
-    family = family_of(tree, str(folder / CONFIG))
-    if tied is not None:
-        tree = tree | {"tie_word_embeddings": tied}
-    config = family.model_config(tree, str(folder / CONFIG))
+    tokenizer = load_pretrained_tokenizer(folder)
+    return Pretrained(*_load(folder, tied, param_dtype), tokenizer)
+
+
+def save_pretrained(folder: str | Path, params, config: ModelConfig, tokenizer: Tokenizer | None = None) -> list[str]:
+    """Write a folder that `transformers` loads: `config.json`, `model.safetensors`, and the tokenizer's files.
+
+    A tied table is stored once, under the lookup's name, as transformers does. Raises `InputError` where no family has
+    the config's options, and where the folder holds a model already. Returns notes on what could not be written.
+    """
+    return _save(Path(folder), params, config, tokenizer, family_that_fits(config))
+
+
+def load_gpt2(folder: str | Path) -> tuple[dict, ModelConfig]:
+    """As `load_pretrained`, for GPT-2 alone: params and config, whatever tokenizer there is."""
+    folder = _folder(folder)
+    kind = _read_config(folder)[0].model_type
+    require(kind == "gpt2", f"{folder} holds model_type {kind!r}, not gpt2; load it with load_pretrained")
+    return _load(folder, None, None)
+
+
+def save_gpt2(folder: str | Path, params, config: ModelConfig) -> None:
+    """As `save_pretrained`, for GPT-2 alone: refuses a config that is none."""
+    wrong = GPT2.misfits(config)
+    require(not wrong, f"the config is no GPT-2's: {', '.join(wrong)}; see save_pretrained for other families")
+    _save(Path(folder), params, config, None, GPT2)
+
+
+def _load(folder: Path, tied: bool | None, param_dtype: str | None) -> tuple[dict, ModelConfig]:
+    family, config = _read_config(folder, tied)
     stored = _tie(_named(family, StoredTensors(folder), folder), family, config, folder)
     config = _with_types(config, stored, param_dtype)
     abstract = leaf_paths(abstract_params(config))
@@ -73,34 +96,14 @@ def load_pretrained(folder: str | Path, *, tied: bool | None = None, param_dtype
         )
         for path, part in zip(paths, layout.to_ours(stored[name].read(), config), strict=True):
             leaves[path] = jnp.asarray(np.ascontiguousarray(part), abstract[path].dtype)
-    return Pretrained(nested(leaves), config, load_pretrained_tokenizer(folder))
+    return nested(leaves), config
 
 
-def save_pretrained(folder: str | Path, params, config: ModelConfig, tokenizer: Tokenizer | None = None) -> list[str]:
-    """Write a folder that `transformers` loads: `config.json`, `model.safetensors`, and the tokenizer's files.
-
-    A tied table is stored once, under the lookup's name, as transformers does. Raises `InputError` where no family has
-    the config's options, and where the folder holds a model already. Returns notes on what could not be written.
-    """
-    return _save(Path(folder), params, config, tokenizer, family_that_fits(config))
-
-
-def load_gpt2(folder: str | Path) -> tuple[dict, ModelConfig]:
-    """As `load_pretrained`, for GPT-2 alone: params and config."""
-    tree = read_json(_folder(folder) / CONFIG)
-    require(
-        tree.get("model_type") == "gpt2",
-        f"{folder} holds model_type {tree.get('model_type')!r}, not gpt2; load it with load_pretrained",
-    )
-    params, config, _ = load_pretrained(folder)
-    return params, config
-
-
-def save_gpt2(folder: str | Path, params, config: ModelConfig) -> None:
-    """As `save_pretrained`, for GPT-2 alone: refuses a config that is none."""
-    wrong = GPT2.misfits(config)
-    require(not wrong, f"the config is no GPT-2's: {', '.join(wrong)}; see save_pretrained for other families")
-    _save(Path(folder), params, config, None, GPT2)
+def _read_config(folder: Path, tied: bool | None = None) -> tuple[Family, ModelConfig]:
+    path = folder / CONFIG
+    tree = read_json(path)
+    family = family_of(tree, str(path))
+    return family, family.model_config(tree if tied is None else tree | {"tie_word_embeddings": tied}, str(path))
 
 
 def _save(folder: Path, params, config: ModelConfig, tokenizer: Tokenizer | None, family: Family) -> list[str]:
