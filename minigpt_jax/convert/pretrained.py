@@ -153,7 +153,7 @@ def _tie(stored: dict, family: Family, config: ModelConfig, folder: Path) -> dic
         require(
             head is not None or table is None,
             f"{folder}: tie_word_embeddings is false, and there is no head ({family.head_name}); if the table serves "
-            "both ends, load it with tied=True",
+            "both ends, load it with tied=True (minigpt import --tied True)",
         )
         return stored
     if head is None:
@@ -165,7 +165,7 @@ def _tie(stored: dict, family: Family, config: ModelConfig, folder: Path) -> dic
     require(
         same,
         f"{folder}: tie_word_embeddings is true, but {family.head_name} differs from {family.table_name}; load both "
-        "tables with tied=False",
+        "tables with tied=False (minigpt import --tied False)",
     )
     return rest
 
