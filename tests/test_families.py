@@ -118,6 +118,28 @@ def test_every_leaf_has_its_place(tmp_path, name):
     assert len({name for name, _, _ in rows}) == len(rows)
 
 
+@pytest.mark.parametrize(
+    "name, key, field, value",
+    [
+        ("gpt2", "n_positions", "context_len", 1024),
+        ("gpt2", "layer_norm_epsilon", "norm_eps", 1e-5),
+        ("llama2_7b", "num_key_value_heads", "n_kv_heads", None),
+        ("llama2_7b", "rms_norm_eps", "norm_eps", 1e-6),
+        ("llama2_7b", "tie_word_embeddings", "tied", False),
+        ("smollm2_135m", "rope_theta", "rope_base", 10000.0),
+        ("qwen3_0_6b", "head_dim", "d_head", 128),
+        ("gemma_2b", "head_dim", "head_dim", 256),
+        ("gemma_2b", "tie_word_embeddings", "tied", True),
+        ("pythia_160m", "rotary_pct", "rope_fraction", 0.25),
+        ("pythia_160m", "use_parallel_residual", "parallel_residual", True),
+        ("pythia_160m", "tie_word_embeddings", "tied", False),
+    ],
+)
+def test_a_key_that_is_absent_means_what_transformers_takes(tmp_path, name, key, field, value):
+    tree = {k: v for k, v in PUBLISHED[name].items() if k != key}
+    assert getattr(read(tmp_path, tree), field) == value
+
+
 def test_keys_of_transformers_5_mean_the_same(tmp_path):
     old = PUBLISHED["llama3_2_1b"]
     new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
