@@ -163,6 +163,8 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
         params, tokenizer = (None, None) if start is None else starting_weights(start, config.model)
         dataset = load_dataset(config.data, config.window, tokenizer)
         config, notes = fit_vocabulary(config, dataset)
+        if start is not None:
+            notes.append(f"weights and tokenizer of {start}, in windows of {config.window} tokens")
 
         def save(run: Run) -> None:  # at once: a run that is cut short must not go on from random weights
             if params is not None:

@@ -103,6 +103,7 @@ def test_fine_tuning_lowers_the_loss(place, tmp_path, capsys, name, source):
     out = capsys.readouterr().out
     measured = losses(out)
     assert re.search(r"step +0 +loss", out), "how good the weights are before training"
+    assert f"weights and tokenizer of {place / source}, in windows of 8 tokens" in out
     assert measured[-1] < 0.8 * measured[0]
     run = mg.open_run(tmp_path / "tuned")
     assert run.config.window == 8 and run.config.model.dropout == 0.1

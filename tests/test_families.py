@@ -104,7 +104,7 @@ def test_what_is_written_reads_back(tmp_path, name):
 
 
 def test_every_shape_that_we_ship_of_a_released_model_is_here():
-    ours = {"minigpt", "minigpt_v512", "shakespeare"}
+    ours = {"minigpt", "minigpt_v512", "shakespeare", "finetune"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} - ours == set(PUBLISHED)
 
 
