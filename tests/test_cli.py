@@ -516,8 +516,7 @@ def test_an_unfinished_checkpoint_is_passed_over(place, copy):
 
 
 # Texts
-
-
+@pytest.mark.slow
 def test_a_larger_alphabet_grows_the_table(place, here):
     (place / "wide.txt").write_bytes(("".join(map(chr, range(33, 127))) + "\n").encode() * 20)
     out = place.short_run("wide", "--text", "wide.txt", "--model.no-tied")
@@ -535,6 +534,7 @@ def test_a_mark_and_other_newlines_are_the_same_text(inside, place, newline):
     assert "already trained" in inside("train", "runs/tiny", "--text", "other_style.txt").out
 
 
+@pytest.mark.slow
 def test_the_shortest_text_that_trains(place, here):
     (place / "short.txt").write_text("abcabcabc")  # one window of 8 and the token after it
     out = place.short_run("short", "--text", "short.txt")
@@ -542,6 +542,7 @@ def test_the_shortest_text_that_trains(place, here):
     assert "--text FILE" in here("eval", "short")
 
 
+@pytest.mark.slow
 def test_one_symbol(place, inside):
     (place / "a.txt").write_text("a" * 200)
     place.short_run("one", "--text", "a.txt", "--model.vocab-size", "1")
@@ -585,6 +586,7 @@ def test_the_verb_grammar(place, inside):
     assert "(512, 64)" in inside("grads", "verbs").out
 
 
+@pytest.mark.slow
 def test_learned_positions_end_at_the_context(place, inside, here):
     place.short_run("learned", "--model.positions", "learned")
     for prompt in ("the qui", "the quic"):

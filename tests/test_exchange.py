@@ -96,6 +96,7 @@ def losses(out: str) -> list[float]:
     return [float(x) for x in re.findall(r"step +\d+ +loss ([\d.]+)", out)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, source", [("gpt2", "gpt2"), ("llama", "llama-run")])
 def test_fine_tuning_lowers_the_loss(place, tmp_path, capsys, name, source):
     arguments = ["train", str(place / "tune.yaml"), "--init", str(place / source), "--run-dir", str(tmp_path / "tuned")]
