@@ -150,6 +150,11 @@ class ModelConfig(Checked):
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
+    def has_out_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.attention_bias if self.out_bias is None else self.out_bias
+
+    @property
     def ffn_dim(self) -> int:
         """F."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff

@@ -29,11 +29,7 @@ def import_run(folder: Path, run_dir: Path, tied: bool | None) -> None:
     if model.param_dtype == "float16":  # whose values float32 holds too, and AdamW's epsilon
         model = dataclasses.replace(model, param_dtype="float32")
         params = cast(params, model)
-    require(
-        tokenizer is not None,
-        f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); put its files there",
-    )
-    check_fit(tokenizer, model, folder)
+    _check_tokenizer(tokenizer, model, folder)
     config = Config(model, DataConfig(tokenizer="pretrained", window=min(model.context_len, WINDOW)))
     create_run(run_dir, config, tokenizer, lambda run: run.save_params(params))
     table = param_table(model)
@@ -52,8 +48,12 @@ def export_run(run_dir: Path, folder: Path) -> None:
     print(f"step {step} of {run_dir} written to {folder} as {family.architecture}")
 
 
-def check_fit(tokenizer: Tokenizer, model: ModelConfig, where: Path) -> None:
-    """Raise where the tokenizer has ids that the table has no row for."""
+def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig, where: Path) -> None:
+    """Raise where there is none, or it has ids that the table has no row for."""
+    require(
+        tokenizer is not None,
+        f"{where} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); put its files there",
+    )
     require(
         tokenizer.vocab_size <= model.vocab_size,
         f"{where}: the tokenizer has {tokenizer.vocab_size} ids and the table {model.vocab_size} rows; give the table "
@@ -65,12 +65,10 @@ def starting_weights(source: Path, model: ModelConfig) -> tuple[dict, Tokenizer]
     """Parameters and tokenizer of a run directory or a Hugging Face folder, in the type of `model`."""
     if (source / "config.yaml").is_file():
         run = open_run(source)
-        params, tokenizer = run.load_params()[0], run.tokenizer
+        params, tokenizer = cast(run.load_params()[0], model), run.tokenizer
     else:
-        params, _, tokenizer = load_pretrained(source)
-    require(tokenizer is not None, f"{source} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    check_fit(tokenizer, model, source)
-    params = cast(params, model)
+        params, _, tokenizer = load_pretrained(source, param_dtype=model.param_dtype)
+    _check_tokenizer(tokenizer, model, source)
     check_params(params, model)
     return params, tokenizer
 

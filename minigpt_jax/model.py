@@ -141,7 +141,7 @@ class Attention(nn.Module):
         self.query = _projection(c, "query", c.n_heads * c.head_dim, c.attention_bias)
         self.key = _projection(c, "key", c.kv_heads * c.head_dim, c.attention_bias)
         self.value = _projection(c, "value", c.kv_heads * c.head_dim, c.attention_bias)
-        self.out = _projection(c, "out", c.d_model, c.attention_bias if c.out_bias is None else c.out_bias)
+        self.out = _projection(c, "out", c.d_model, c.has_out_bias)
         if c.qk_norm:
             self.norm_query, self.norm_key = _norm(c, "rmsnorm"), _norm(c, "rmsnorm")
         self.drop = nn.Dropout(c.dropout)

@@ -29,7 +29,7 @@ from .exchange import starting_weights
 from .inspect import param_table
 from .inspect.pictures import plot_loss, plot_tied
 from .optimizer import describe_decay
-from .train import TOKENS_PER_CALL, bits, evaluate, evaluation_due, init_state, state_of, train
+from .train import TOKENS_PER_CALL, TrainState, bits, evaluate, evaluation_due, init_state, state_of, train
 
 keep_compiled_programs()
 
@@ -149,6 +149,7 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
     if config.data.path is not None:  # so that the run can be used from any folder
         path = str(Path(config.data.path).resolve())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
+    state = None
     if (source / "config.yaml").is_file():
         require(run_dir in (None, source), f"{source} goes on where it is; leave out --run-dir")
         require(start is None, f"{source} goes on with its own weights; leave out --init, or name a config file")
@@ -163,23 +164,25 @@ def train_run(config: Config, source: Path, text: Path | None, run_dir: Path | N
         params, tokenizer = (None, None) if start is None else starting_weights(start, config.model)
         dataset = load_dataset(config.data, config.window, tokenizer)
         config, notes = fit_vocabulary(config, dataset)
-        if start is not None:
+        if params is not None:
             notes.append(f"weights and tokenizer of {start}, in windows of {config.window} tokens")
+            state = state_of(params, config.train)
 
         def save(run: Run) -> None:  # at once: a run that is cut short must not go on from random weights
-            if params is not None:
-                run.save(state_of(params, config.train), dataset.text_sha256)
+            if state is not None:
+                run.save(state, dataset.text_sha256)
 
         run = create_run(run_dir or _free_run_dir(source.stem), config, dataset.tokenizer, save)
     with _locked(run):
-        _train(run, dataset, notes)
+        _train(run, dataset, notes, state)
 
 
-def _train(run: Run, dataset: Dataset, notes: list[str]) -> None:
-    """Train from the run's newest checkpoint, or from the start where it has none."""
+def _train(run: Run, dataset: Dataset, notes: list[str], state: TrainState | None = None) -> None:
+    """Train from `state`, or the run's newest checkpoint, or from the start where it has none."""
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     config, per = run.config, unit(dataset)
-    state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
+    if state is None:
+        state = run.load_state(dataset.text_sha256) if run.steps() else init_state(config)
     start = int(state.step)
     evaluated = any(r["kind"] == "eval" and r["step"] == start for r in run.metrics())
     due = evaluation_due(start, config.train) if start else bool(run.steps())  # weights from elsewhere: how good?

@@ -45,11 +45,6 @@ PROMPT_TOKENS = 48  # of held-out text, where no prompt is given
 PAGE_ROWS = 3000  # beyond, a page holds the neighbours of the most frequent tokens only
 
 
-def token_texts(tokenizer) -> list[str]:
-    """The text of each id."""
-    return tokenizer.texts()
-
-
 def _show(text: str, data: dict, json_file: Path | None) -> None:
     """Print the text; write the data where asked. With `-` the data takes the text's place on stdout."""
     content = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
@@ -85,7 +80,7 @@ def grads_run(run_dir: Path, text: Path | None, rows: int, json_file: Path | Non
     """Print the tied gradient by use: the whole, the rows of E, and the leaves beside it."""
     require(rows >= 0, f"--rows is {rows}; it must be at least 0")
     run = open_run(run_dir)
-    config, texts = run.config.model, token_texts(run.tokenizer)
+    config, texts = run.config.model, run.tokenizer.texts()
     dataset = None if text else load_dataset(run.config.data, run.config.window, run.tokenizer)
     params, step = run.load_params(dataset.text_sha256 if dataset else None)
     batch, source = _batch(run, text, dataset)
@@ -177,7 +172,7 @@ def lens_run(
     require(layer is None or layer in points, f"--layer is {layer!r}; choose one of {', '.join(points)}")
     params, step = run.load_params()
     probes = _probes(run, params, step, inside, tuned_steps) if tuned else None
-    texts = token_texts(run.tokenizer)
+    texts = run.tokenizer.texts()
     table = lens_table(params, ids, run.config.model, top_k=top_k, inside=inside, probes=probes, vocab_limit=len(texts))
     if plot is not None:
         plot_lens(table, texts, plot)
@@ -223,7 +218,7 @@ def neighbours_run(run_dir: Path, token: str, count: int, json_file: Path | None
     token_id, V = _one_token(run, token), run.tokenizer.vocab_size
     params, step = run.load_params()
     ids, cosines = neighbours(params, token_id, max(1, V - 1), V)
-    texts = token_texts(run.tokenizer)
+    texts = run.tokenizer.texts()
     records = [{"token": shown(texts[i]), "id": int(i), "cosine": float(c)} for i, c in zip(ids, cosines, strict=True)]
     shown_records = Table(records[:count], f"of {V:,} tokens; the median cosine is {np.median(cosines):.3f}")
     if plot is not None:
@@ -247,7 +242,7 @@ def report_run(run_dir: Path, prompt: str | None, out: Path | None) -> None:
 
 def report_data(run: Run, prompt: str | None) -> dict:
     """All that the page shows. What the run or the machine lacks is left out, with a note."""
-    config, texts = run.config.model, token_texts(run.tokenizer)
+    config, texts = run.config.model, run.tokenizer.texts()
     V, notes, dataset = len(texts), [], None
     try:
         dataset = load_dataset(run.config.data, run.config.window, run.tokenizer)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import InputError, InputTypeError, require
+from .model import wide
 from .trees import leaf_paths
 from .tying import HEAD, TABLE
 
@@ -31,7 +32,7 @@ def resize_vocab(params, n: int, *, new_rows: str = "mean", key: jax.Array | Non
     def grown(path: str, table):
         if new_rows == "noise":
             return _noise(keys[path], table, n - V)
-        mean = jnp.mean(table.astype(jnp.promote_types(table.dtype, jnp.float32)), axis=0, keepdims=True)
+        mean = jnp.mean(table.astype(wide(table.dtype)), axis=0, keepdims=True)
         return jnp.broadcast_to(mean.astype(table.dtype), (n - V, table.shape[1]))
 
     resized = _resized(params, n, grown)
@@ -42,9 +43,9 @@ def resize_vocab(params, n: int, *, new_rows: str = "mean", key: jax.Array | Non
 
 
 def _noise(key, table, more: int):
-    wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
-    noise = jax.random.normal(key, (more, table.shape[1]), wide.dtype)
-    return (jnp.mean(wide, axis=0)[None] + jnp.std(wide, axis=0)[None] * noise).astype(table.dtype)
+    rows = table.astype(wide(table.dtype))
+    noise = jax.random.normal(key, (more, table.shape[1]), rows.dtype)
+    return (jnp.mean(rows, axis=0)[None] + jnp.std(rows, axis=0)[None] * noise).astype(table.dtype)
 
 
 def _resized(tree, n: int, grown):

@@ -63,7 +63,7 @@ def write(folder, V: int, D: int, F: int, L: int, tied: bool) -> int:
     return sum(value.nbytes for value in tensors.values())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux, and so CI, has")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_peak_memory(tied, tmp_path):
     write(tmp_path / "small", V=16, D=8, F=16, L=1, tied=tied)

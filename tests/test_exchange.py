@@ -19,9 +19,6 @@ import minigpt_jax as mg
 from minigpt_jax.cli import main
 from minigpt_jax.data import BPETokenizer
 
-pytest.importorskip("tokenizers")  # in the extra `test`
-rustbpe = pytest.importorskip("rustbpe")
-
 pytestmark = pytest.mark.usefixtures("quick_compilation")  # what is compared here is files, or far apart
 
 COMMAND = [sys.executable, "-m", "minigpt_jax"]

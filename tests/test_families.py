@@ -168,6 +168,7 @@ def test_keys_of_transformers_5_mean_the_same(tmp_path):
         ("llama2_7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama2_7b", {"logit_scale": 0.1}, "options that this model lacks or does not know: logit_scale = 0.1"),
         ("llama2_7b", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("llama2_7b", {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "auto_map"),
         ("llama2_7b", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama2_7b", {"hidden_size": "wide"}, "hidden_size|d_model"),
         ("qwen2_5_0_5b", {"use_sliding_window": True}, "use_sliding_window is True"),

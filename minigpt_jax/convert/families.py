@@ -76,13 +76,14 @@ _NEOX = (
     *_norm("gpt_neox.final_layer_norm", "norm_final"),
 )
 # Buffers that old files carry along: masks and rotary frequencies, which follow from the config.
-_BUFFERS = r".*\.(attn\.(bias|masked_bias)|attention\.(bias|masked_bias)|rotary_emb\.inv_freq)"
+BUFFERS = re.compile(r"(.*\.)?((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 # Keys of config.json that change nothing that the model computes, but for training.
 _HARMLESS = re.compile(
-    r"_.*|.*_token_id|.*dropout|.*_pdrop|summary_.*|transformers.*|output_.*|architectures|auto_map|do_sample|dtype"
+    r"_.*|.*_token_id|.*dropout|.*_pdrop|summary_.*|transformers.*|output_.*|architectures|do_sample|dtype"
     r"|gradient_checkpointing|id2label|initializer_range|is_decoder|is_llama_config|label2id|max_window_layers|model_type"
-    r"|n_ctx|predict_special_tokens|pretraining_tp|problem_type|reorder_and_upcast_attn|return_dict|task_specific_params|torch_dtype|use_cache"
+    r"|n_ctx|predict_special_tokens|pretraining_tp|problem_type|reorder_and_upcast_attn|return_dict|task_specific_params"
+    r"|torch_dtype|use_cache"
 )
 # Fields of ours that a checkpoint does not hold: how the model was drawn and trained, and the types of computation.
 _NOT_HELD = ("init_std", "kernel_init", "residual_init_scale", "dropout", "dtype", "param_dtype", "bf16_dots", "remat")
@@ -140,9 +141,6 @@ class Family:
                 if leaves[0] in paths:
                     rows.append((name.format(i=i), leaves, layout))
         return tuple(rows)
-
-    def is_buffer(self, name: str) -> bool:
-        return re.fullmatch(_BUFFERS, name) is not None
 
     def model_config(self, tree: dict, where: str) -> ModelConfig:
         """The config of a `config.json`. The types are the defaults: the weights' own are in their file."""
@@ -206,9 +204,8 @@ def _check_value(where: str, key: str, value, allowed) -> None:
 
 def _explicit(config: ModelConfig) -> ModelConfig:
     """The same model, with what follows from other fields written out."""
-    out_bias = config.attention_bias if config.out_bias is None else config.out_bias
     return dataclasses.replace(
-        config, d_head=config.head_dim, n_kv_heads=config.kv_heads, d_ff=config.ffn_dim, out_bias=out_bias
+        config, d_head=config.head_dim, n_kv_heads=config.kv_heads, d_ff=config.ffn_dim, out_bias=config.has_out_bias
     )
 
 
@@ -227,8 +224,8 @@ def _plain(config: ModelConfig) -> ModelConfig:
 def _flat_rope(tree: dict, fields: dict) -> dict:
     """transformers 5 keeps rotary options in `rope_parameters`, 4 keeps the base and the share beside `rope_scaling`;
     GPT-NeoX has names of its own for those two. The result is as in 4."""
-    scaling = {key: value for key, value in dict(tree.pop("rope_parameters", {})).items() if value is not None}
-    scaling |= tree.pop("rope_scaling", {})
+    scaling = tree.pop("rope_parameters", {}) | tree.pop("rope_scaling", {})
+    scaling = {key: value for key, value in scaling.items() if value is not None}
     for key, old in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
         value = scaling.pop(key, tree.pop(key, None))
         if value is not None and (key, value) != ("partial_rotary_factor", 1):

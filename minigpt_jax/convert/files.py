@@ -6,8 +6,8 @@ this process's memory until the last tensor.
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  (safetensors' bfloat16)
 import numpy as np
@@ -31,45 +31,20 @@ def read_json(path: Path) -> dict:
     return tree
 
 
-class StoredTensors(Mapping[str, "StoredTensor"]):
-    """The tensors of a folder by name; nothing but their headers is read until one is asked for."""
+class StoredTensor(NamedTuple):
+    """One tensor's place, shape and type, as its file's header says."""
 
-    def __init__(self, folder: Path):
-        self._places = {}
-        for file in _files(folder):
-            try:
-                with safe_open(file, "np") as opened:
-                    for name in opened.keys():
-                        require(name not in self._places, f"{file}: {name} is in another shard too; fetch them again")
-                        piece = opened.get_slice(name)
-                        self._places[name] = StoredTensor(file, name, tuple(piece.get_shape()), piece.get_dtype())
-            except (SafetensorError, OSError, UnicodeDecodeError) as error:
-                raise InputError(f"{file}: not a whole safetensors file: {error}; fetch it again") from None
-
-    def __getitem__(self, name: str) -> "StoredTensor":
-        return self._places[name]
-
-    def __iter__(self):
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-class StoredTensor:
-    """One tensor's place, shape and type."""
-
-    def __init__(self, file: Path, name: str, shape: tuple[int, ...], kind: str):
-        self.file, self.name, self.shape, self._kind = file, name, shape, kind
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
 
     @property
     def dtype(self) -> str:
         """Asked for of weights alone: old files carry masks along as buffers, of bool or uint8."""
         known = ", ".join(_DTYPES.values())
-        require(
-            self._kind in _DTYPES, f"{self.file}: {self.name} is stored as {self._kind}; this package reads {known}"
-        )
-        return _DTYPES[self._kind]
+        require(self.kind in _DTYPES, f"{self.file}: {self.name} is stored as {self.kind}; this package reads {known}")
+        return _DTYPES[self.kind]
 
     def read(self) -> np.ndarray:
         """A copy of the values."""
@@ -78,6 +53,21 @@ class StoredTensor:
                 return opened.get_tensor(self.name)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.file}: {self.name} can't be read: {error}; fetch the file again") from None
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder by name: headers alone."""
+    stored = {}
+    for file in _files(folder):
+        try:
+            with safe_open(file, "np") as opened:
+                for name in opened.keys():
+                    require(name not in stored, f"{file}: {name} is in another shard too; fetch them again")
+                    piece = opened.get_slice(name)
+                    stored[name] = StoredTensor(file, name, tuple(piece.get_shape()), piece.get_dtype())
+        except (SafetensorError, OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file}: not a whole safetensors file: {error}; fetch it again") from None
+    return stored
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,8 +12,8 @@ from ..data import Tokenizer, load_pretrained_tokenizer, write_pretrained_tokeni
 from ..errors import InputError, require
 from ..functional import abstract_params, check_params
 from ..trees import leaf_paths, nested
-from .families import GPT2, Family, family_of, family_that_fits
-from .files import CONFIG, StoredTensor, StoredTensors, read_json, write_json, write_tensors
+from .families import BUFFERS, GPT2, Family, family_of, family_that_fits
+from .files import CONFIG, StoredTensor, read_json, stored_tensors, write_json, write_tensors
 
 
 class Pretrained(NamedTuple):
@@ -81,7 +81,7 @@ def save_gpt2(folder: str | Path, params, config: ModelConfig) -> None:
 
 def _load(folder: Path, tied: bool | None, param_dtype: str | None) -> tuple[dict, ModelConfig]:
     family, config = _read_config(folder, tied)
-    stored = _tie(_named(family, StoredTensors(folder), folder), family, config, folder)
+    stored = _tie(_named(family, stored_tensors(folder), folder), family, config, folder)
     config = _with_types(config, stored, param_dtype)
     abstract = leaf_paths(abstract_params(config))
     rows = family.rows(config, abstract)
@@ -134,11 +134,11 @@ def _folder(folder: str | Path) -> Path:
     return folder
 
 
-def _named(family: Family, found: StoredTensors, folder: Path) -> dict[str, StoredTensor]:
+def _named(family: Family, found: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
     """The tensors by the names that transformers writes today, without buffers."""
     stored = {}
     for name, tensor in found.items():
-        if family.is_buffer(name) or family.is_buffer(f".{name}"):
+        if BUFFERS.fullmatch(name):
             continue
         whole = name if name.startswith(family.prefix) or name == family.head_name else family.prefix + name
         require(whole not in stored, f"{folder} holds {whole} twice, with and without {family.prefix!r}; drop one")
